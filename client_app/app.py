@@ -12,6 +12,7 @@ from kindred import MODELS, REGISTRY, Site, make_client_app, make_model
 from kindred.client.models import client_network
 from kindred.client.site import LABELLED, STATE_DIR, ModelFactory, client_id, only_validates
 from kindred.data import Federation, load_clients
+from kindred.errors import Reportable
 
 
 def load_site(context: Context) -> Site:
@@ -20,7 +21,7 @@ def load_site(context: Context) -> Site:
     A site uses the data that its operator has named, and the run's settings cannot name others.
     """
     if STATE_DIR in context.node_config and (dataset := context.run_config["dataset"]) != "sites":
-        raise ValueError(f"dataset is {dataset!r}, allowed at a site, which has its own data: 'sites'")
+        raise ValueError(Reportable(f"dataset is {dataset!r}, allowed at a site, which has its own data: 'sites'"))
     config, client = context.run_config, client_id(context)
     clients = load_clients(config, context.node_config)
     labelled = context.node_config.get(LABELLED)

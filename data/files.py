@@ -53,16 +53,16 @@ _TILE_PIXELS = 2**22  # largest tile of a small TIFF file
 class DataError(ValueError):
     """Data that cannot be used as requested; the text is one line that says what to change.
 
-    It may quote a cell or a file's first line, so it stays where the data are.
+    It may quote a cell or a file's first line, so it stays where the data are, unless it is `reportable`.
     """
 
-    quotes_data = True
+    reportable = False
 
 
 class ShapeError(DataError):
     """Samples of another shape than expected: the text has these shapes alone."""
 
-    quotes_data = False
+    reportable = True
 
 
 def one_line(error: Exception) -> str:

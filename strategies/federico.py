@@ -65,6 +65,7 @@ from .engine.collaboration import Collaboration
 from .engine.optimizers import OptimizerSteps
 from .engine.sent_models import NEW_MODEL, SentModels, Updates
 from .engine.stored import StoredModels
+from .errors import Reportable
 from .messages import (
     ARRAYS,
     CONFIG,
@@ -219,7 +220,7 @@ class FedeRiCoClient:
         """Algorithm 1, lines 9 to 21."""
         config, site = visit.config, visit.site
         if config[SHARE_MODEL] and not true_or_false(visit.node_config, SHARE_MODEL, True):
-            raise ValueError(f"{SHARE_MODEL} is false at this site, but the server was not informed")
+            raise ValueError(Reportable(f"{SHARE_MODEL} is false at this site, but the server was not informed"))
         models, is_new = received_models(visit)
         scale = len(site.train[1]) if config["likelihood"] == "sum" else 1
         table, temperature = Losses.load(visit.state), float(config["temperature"])

@@ -50,6 +50,7 @@ from typing import Any, TypeVar
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+from .errors import Reportable
 from .metrics import METRICS as KINDS_OF_METRICS
 
 Record = TypeVar("Record", ArrayRecord, MetricRecord, ConfigRecord)
@@ -170,7 +171,7 @@ STATE_NOT_WRITTEN = "clients' state cannot be written"  # how a simulated client
 def check(name: str, value: object, holds: bool, allowed: str) -> None:
     """Raise ValueError unless `holds`; the message has the argument's name, its value and what is allowed."""
     if not holds:
-        raise ValueError(f"{name} is {value!r}, allowed: {allowed}")
+        raise ValueError(Reportable(f"{name} is {value!r}, allowed: {allowed}"))
 
 
 LONGEST_HEADER = 10_000  # bytes; NumPy refuses longer ones too

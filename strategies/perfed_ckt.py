@@ -48,6 +48,7 @@ from .engine.arguments import Shared
 from .engine.collaboration import Collaboration
 from .engine.layout import Layout
 from .engine.strategy import PersonalizedStrategy
+from .errors import Reportable
 from .lazy import lazy
 from .messages import (
     ARRAYS,
@@ -240,7 +241,9 @@ class PerFedCKTClient:
         """Algorithm 1, lines 11 to 15."""
         site, config = visit.site, visit.config
         if site.public is None:
-            raise ValueError(f"client {visit.client} has no public set (Site.public), which PerFed-CKT needs")
+            raise ValueError(
+                Reportable(f"client {visit.client} has no public set (Site.public), which PerFed-CKT needs")
+            )
         model = visit.own_model()
         public = channels_last(model, site.public)
         metrics: dict[str, float] = {}
@@ -253,6 +256,7 @@ class PerFedCKTClient:
             target = torch.from_numpy(centroids[nearest]).to(visit.device)  # (P, N)
             draws = torch.Generator().manual_seed(visit.seed("public"))
             size = int(PUBLIC_BATCH_SIZE.read(config))
+            visit.check_work(batch_size=size)
 
             def term() -> torch.Tensor:
                 visit.compute[SAMPLES_TRAINED] += size
@@ -265,7 +269,9 @@ class PerFedCKTClient:
             metrics[TRAIN_LOSS] = visit.train(model, epochs=0, steps=steps, term=term if distill_weight else None)
         logits = visit.predict(model, public).astype(str(LOGITS_DTYPE.read(config)))  # (P, N)
         if not np.isfinite(logits).all():
-            raise ValueError("the trained model's predictions are not finite; the client keeps its previous model")
+            raise ValueError(
+                Reportable("the trained model's predictions are not finite; the client keeps its previous model")
+            )
         metrics |= {**visit.evaluation(TRAINED, model), **visit.counts(), MODEL_BYTES: _bytes(model)}
         return RecordDict(
             {

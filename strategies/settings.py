@@ -13,6 +13,8 @@ from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+from .errors import Reportable
+
 AUTO = "auto"
 
 
@@ -118,7 +120,7 @@ class Setting:
         if isinstance(value, bool) and not self._is(bool):
             right = False
         if not right or (isinstance(value, float) and not math.isfinite(value)) or not self.allowed.holds(value):
-            raise ValueError(f"{name or self.name} is {value!r}, allowed: {self.allowed.words}")
+            raise ValueError(Reportable(f"{name or self.name} is {value!r}, allowed: {self.allowed.words}"))
         return value
 
     def _is(self, kind: type) -> bool:

@@ -188,9 +188,10 @@ def test_a_run_waits_for_usable_sites_and_server_and_site_name_the_reason(sites)
     assert sites.status() == "finished:failed"
     reason = (
         "client graz: its share-model is false, and heurfedamp mixes all models; client nice: it cannot "
-        "introduce itself: its data cannot be used; why is said at the site"
+        r"introduce itself: DataError; its text is fault (\d+) in the site's log"
     )
-    assert f"kindred: waiting for clients: 3 of 4 can take part (min_available_nodes); {reason}" in sites.said("run")
+    waits = "kindred: waiting for clients: 3 of 4 can take part \\(min_available_nodes\\); "
+    number = re.search(waits + reason, sites.said("run"))[1]
     assert re.search(f"TooFewClients: too few clients after {TIMEOUT} s: 3 of 4 can take part", sites.said("run"))
-    assert "label" in re.search("kindred: the data cannot be used: (.*)", sites.said("nice"))[1]
-    assert "kindred: this site takes no part: its data cannot be used" in sites.said("nice")
+    assert "label" in re.search(f"kindred: fault {number}: DataError: (.*)", sites.said("nice"))[1]
+    assert f"kindred: this site takes no part: DataError; its text is fault {number}" in sites.said("nice")

@@ -169,6 +169,14 @@ def test_check_prints_what_the_server_learns_and_starts_nothing(tmp_path, data, 
     assert not (tmp_path / "state").exists()
 
 
+def test_the_operator_bounds_the_work_of_a_message(data) -> None:
+    site = "site", "lyon", "--server", "localhost:1", "--insecure", "--data-dir", data, "--check"
+    given = re.search("--node-config '(.*)'$", kindred(*site, "--max-epochs", 20, "--max-batch-size", 64), re.M)[1]
+    node = parse_config_args([given])
+    assert (node["max-epochs"], node["max-batch-size"]) == (20, 64) and "max-steps" not in node
+    assert "--max-steps is 0, allowed: 1 or more" in kindred(*site, "--max-steps", 0, code=2)
+
+
 def test_check_says_what_few_samples_do_not_allow(tmp_path) -> None:
     x = np.arange(640, dtype=np.float32).reshape(10, 8, 8) / 640
     site = "site", "lyon", "--server", "localhost:1", "--insecure", "--data-dir"
@@ -325,7 +333,7 @@ def test_the_check_before_a_run_gives_the_server_s_messages(data, tmp_path, capl
 
 
 def test_a_run_names_no_data_of_a_site_and_no_cell_leaves_it(tmp_path, monkeypatch, caplog) -> None:
-    """The server learns that the data cannot be used, and the site why."""
+    """The server learns that there is an error in the data, and the site which."""
     schema, table = tmp_path / "schema.json", tmp_path / "patients.csv"
     schema.write_text(json.dumps(Task(TableInputs(Schema((Column("age"),), "sick")), Classes(2, ("0", "1"))).to_dict()))
     table.write_text("age,sick\n40,0\nAlice Martin,1\n")
@@ -334,7 +342,7 @@ def test_a_run_names_no_data_of_a_site_and_no_cell_leaves_it(tmp_path, monkeypat
     page = SitePage("0", tmp_path, {"lines": [], "classes": []})
     monkeypatch.setenv(JOURNAL, str(page.journal))
     for run, reason in (
-        (own, "its data cannot be used; why is said at the site"),
+        (own, "DataError; its text is fault "),
         (f'dataset="csv" data-dir="{tmp_path / "other.csv"}" target="sick" num-clients=3', "dataset is 'csv', allowed"),
         ('dataset="digits"', "dataset is 'digits', allowed at a site, which has its own data: 'sites'"),
     ):
@@ -351,7 +359,7 @@ def test_a_run_names_no_data_of_a_site_and_no_cell_leaves_it(tmp_path, monkeypat
             strategy.start(grid, ArrayRecord({"w": Array(np.zeros(1))}), 1, timeout=5)
         (left_out,) = strategy.history.left_out.values()
         assert reason in left_out and "Alice" not in left_out + str(ended.value) and str(tmp_path) not in left_out
-        said = [each.getMessage() for each in caplog.records if "the data cannot be used" in each.getMessage()]
+        said = [each.getMessage() for each in caplog.records if "kindred: fault " in each.getMessage()]
         assert any("'Alice Martin'" in each for each in said) == (run == own)
         page.write()
         assert "Alice Martin" in page.path.read_text()  # since the first of these runs

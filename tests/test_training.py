@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import tracemalloc
 import warnings
 from collections import OrderedDict
 
@@ -15,6 +16,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from kindred import FedAMP
+from kindred.client import training
 from kindred.client.models import make_model
 from kindred.client.training import batches, get_arrays, mean_gradient, num_batches, pick_device, set_arrays, train
 
@@ -752,3 +754,62 @@ def test_the_gradient_is_the_mean_over_all_samples_with_a_smaller_last_batch() -
     model, x = torch.nn.Linear(4, 3), torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
     whole, parts = (mean_gradient(model, x, torch.arange(20) % 3, size) for size in (20, 8))
     assert parts["weight"] == pytest.approx(whole["weight"], abs=1e-6)
+
+
+# Much work in one message
+
+
+def test_nothing_is_drawn_long_before_it_is_used(monkeypatch):
+    drawn = []
+    orders, places = torch.randperm, torch.randint
+
+    def limited(draw):
+        def counting(*arguments, **options):
+            drawn.append(draw(*arguments, **options))
+            assert sum(each.numel() for each in drawn) <= 2 * training.DRAWN
+            return drawn[-1]
+
+        return counting
+
+    monkeypatch.setattr(torch, "randperm", limited(orders))
+    monkeypatch.setattr(torch, "randint", limited(places))
+    samples = (torch.arange(1000.0),)
+    for epochs, steps in ((400_000, 0), (0, 40_000_000)):
+        drawn.clear()
+        assert len(next(batches(samples, epochs, steps, 10, order()))[0]) == 10
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(7, 0), (0, 40)])
+def test_the_bits_do_not_depend_on_how_many_are_drawn_or_added_up_at_a_time(monkeypatch, epochs, steps):
+    def trained() -> tuple[float, bytes]:
+        model = two_weights()
+        x = torch.linspace(-1, 1, 43)[:, None]
+        loss = train(model, x, (x[:, 0] > 0).long(), **SETTINGS | {"epochs": epochs}, steps=steps, generator=order())
+        return loss, model.weight.detach().numpy().tobytes()
+
+    loss, weights = trained()
+    monkeypatch.setattr(training, "DRAWN", 90)
+    assert trained() == (loss, weights)
+    monkeypatch.setattr(training, "LOSSES_KEPT", 3)
+    again = trained()
+    assert again == (pytest.approx(loss, rel=1e-12), weights)
+
+
+def test_much_training_takes_no_memory_before_its_first_step():
+    class First(Exception):
+        pass
+
+    def first() -> torch.Tensor:
+        raise First
+
+    x = torch.zeros(1000, 1)
+    tracemalloc.start()
+    try:
+        with pytest.raises(First):
+            train(
+                two_weights(), x, torch.zeros(1000, dtype=torch.int64), **SETTINGS | {"epochs": 400_000},
+                generator=order(), term=first,
+            )  # fmt: skip
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch
 from kindred.client.evaluation import evaluate
 from kindred.client.state import ClientState
 from kindred.client.visit import Visit
+from kindred.errors import Reportable
 from kindred.messages import METHOD, RECEIVED, SERVER_ROUND
 from kindred.objectives import Classes
 
@@ -63,3 +67,30 @@ def test_reported_losses_have_no_weights_of_classes() -> None:
     x, y = samples(1.0, 1, 2)  # both logits are 0
     loss = evaluate(TwoWeights(), x, y, Classes(2, weights=(1.0, 3.0)))["loss"]
     assert loss == pytest.approx(np.log(2))
+
+
+@pytest.mark.parametrize(
+    ("asked", "refused"),
+    [
+        ({"local-epochs": 400_000}, "epochs is 400000, allowed at this site: up to 1000 (its max-epochs)"),
+        ({"local-epochs": 0, "local-steps": 10**9}, "steps is 1000000000, allowed at this site: up to 100000"),
+        ({"local-epochs": 0, "batch-size": 10**9}, "batch-size is 1000000000, allowed at this site: up to 10000"),
+        ({"local-epochs": 1, "batch-size": 10**9}, None),  # at most all samples
+        ({"local-epochs": 9}, None),
+    ],
+)
+def test_a_site_bounds_the_work_of_a_message_and_a_simulation_does_not(tmp_path, asked, refused) -> None:
+    at_home = visit_in(tmp_path, 1)
+    site = replace(at_home, config=dict(at_home.config) | asked, node_config={"state-dir": str(tmp_path)})
+    for work in (lambda: site.train(TwoWeights()), lambda: next(site.batches())):
+        if refused is None:
+            work()
+        else:
+            with pytest.raises(ValueError, match=re.escape(refused)) as told:
+                work()
+            assert isinstance(told.value.args[0], Reportable)
+    own = replace(site, node_config={**site.node_config, "max-epochs": 8})
+    if asked == {"local-epochs": 9}:
+        with pytest.raises(ValueError, match="epochs is 9, allowed at this site: up to 8"):
+            own.train(TwoWeights())
+    replace(at_home, config=dict(at_home.config) | {"local-epochs": 1_001}).train(TwoWeights())

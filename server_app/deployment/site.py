@@ -18,6 +18,7 @@ import numpy as np
 import typer
 
 from kindred.client.journal import JOURNAL
+from kindred.client.site import MOST_WORK as MOST
 from kindred.client.state import default_root
 from kindred.lazy import lazy
 from kindred.server_app.cli.common import app, end, option
@@ -73,6 +74,17 @@ def site(
         bool,
         typer.Option("--validate-only", help="Train nothing; evaluate the global model and report numbers alone."),
     ] = False,
+    max_epochs: Annotated[
+        int | None,
+        option("max-epochs", "N", f"Most epochs that a message may ask for (default: {MOST['max-epochs']})."),
+    ] = None,
+    max_steps: Annotated[
+        int | None, option("max-steps", "N", f"Most steps that a message may ask for (default: {MOST['max-steps']}).")
+    ] = None,
+    max_batch_size: Annotated[
+        int | None,
+        option("max-batch-size", "N", f"Most samples in a step of training (default: {MOST['max-batch-size']})."),
+    ] = None,
     class_names: Annotated[
         str,
         option("class-names", "NAMES", "The run's class-names, to check data in which classes have names."),
@@ -104,7 +116,11 @@ def site(
         end(2, f"--threads is {threads}, allowed: 1 to {most}, the CPUs that this process may use")
     if port is not None:
         check_port("--port", port)
-    needless = {"--public-data": public_data, "--no-share-model": no_share_model, "--report-weights": report_weights}
+    work = {"max-epochs": max_epochs, "max-steps": max_steps, "max-batch-size": max_batch_size}
+    if wrong := [key for key, most in work.items() if most is not None and most < 1]:
+        end(2, f"--{wrong[0]} is {work[wrong[0]]}, allowed: 1 or more")
+    needless: dict[str, object] = {"--public-data": public_data, "--no-share-model": no_share_model}
+    needless |= {"--report-weights": report_weights, **{f"--{key}": most for key, most in work.items()}}
     if validate_only and (given := [name for name, value in needless.items() if value]):
         end(2, f"--validate-only is given with {given[0]}, allowed: one of them; such a site has no model")
     node: dict[str, str | int | bool] = {"client-id": client_id(name)}
@@ -123,6 +139,7 @@ def site(
         node["report-weights"] = True
     if validate_only:
         node["validate-only"] = True
+    node |= {key: most for key, most in work.items() if most is not None}
     if ca and key:
         ca, key = absolute_path(ca, "--ca"), absolute_path(key, "--key")
         load_site_key(key)

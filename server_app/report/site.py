@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from kindred.client.journal import APP, CONNECTION, DATA, EVALUATION, INTRODUCTION, NOTICE, TRAINING
+from kindred.client.journal import APP, CONNECTION, EVALUATION, FAULT, INTRODUCTION, NOTICE, TRAINING
 from kindred.messages import ALONE
 from kindred.metrics import METRICS
 from kindred.server_app.headline import Headline
 
 MOST_MESSAGES, MOST_FAULTS, MOST_RUNS = 200, 50, 5  # on the page: the latest ones
+NUMBER = re.compile(r"\bfault \d+")  # each time that an error occurs, it has another one
 RELOAD_SECONDS = 5.0  # after which a browser reloads the page
 ADVICE = {
     INTRODUCTION: "The site takes no part until this is fixed; it is then asked again, without a restart.",
@@ -20,7 +22,7 @@ ADVICE = {
     EVALUATION: "The server received this error in place of a reply; the round continues without the site.",
     APP: "None of it was unpacked. To accept it, restart `kindred site` with --allow-app and this SHA-256.",
     CONNECTION: "`kindred site` keeps trying.",
-    DATA: "The server does not learn this, only that the data cannot be used. Fix them; a restart is not needed.",
+    FAULT: "The server learns the number and the kind of this error alone. Fix its cause; a restart is not needed.",
 }
 
 
@@ -41,7 +43,7 @@ def site_content(
     running : bool (default: True)
         Whether `kindred site` runs; the browser then reloads the page regularly.
     """
-    messages = [entry for entry in entries if entry["kind"] not in (APP, CONNECTION, DATA)]
+    messages = [entry for entry in entries if entry["kind"] not in (APP, CONNECTION, FAULT)]
     measured = [entry for entry in messages if entry.get("metric") in METRICS and "round" in entry]
     headline = Headline(measured[-1]["metric"] if measured else "accuracy")
     return {
@@ -88,7 +90,8 @@ def _row(entry: Mapping[str, Any]) -> list[str]:
         "text": len(entry.get("texts", ())),
     }
     left = ", ".join(f"{count} {what}{'s' * (count > 1)}" for what, count in counts.items() if count)
-    error = "the error's text" if entry["kind"] != NOTICE and "bytes-out" not in entry else "nothing"
+    error = "the error's kind" if FAULT in entry else "the error's text"
+    error = error if entry["kind"] != NOTICE and "bytes-out" not in entry else "nothing"
     return [
         str(entry.get("round", "–")), entry["kind"], left or error, _kilobytes(entry.get("bytes-out", 0)),
         _kilobytes(entry.get("bytes-in", 0)), f"{entry.get('seconds', 0.0):.1f} s", _time(entry),
@@ -137,7 +140,8 @@ def _faults(entries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     found: dict[tuple[str, str], list[Any]] = {}
     for entry in entries:
         if "problem" in entry:
-            key = (entry["problem"], ADVICE[entry["kind"]])
-            found[key] = [_time(entry), found.pop(key, ["", 0])[1] + 1]
+            advice = ADVICE[FAULT if FAULT in entry else entry["kind"]]
+            key = (NUMBER.sub("", entry["problem"]), advice)
+            found[key] = [_time(entry), found.pop(key, ["", 0])[1] + 1, entry["problem"]]
     latest = reversed(list(found.items())[-MOST_FAULTS:])
-    return [[at, str(count), text, advice] for (text, advice), (at, count) in latest]
+    return [[at, str(count), text, advice] for (_, advice), (at, count, text) in latest]

@@ -42,6 +42,7 @@ from kindred.client.visit import Visit
 from kindred.engine.admission import Reply
 from kindred.engine.arguments import AveragedShared
 from kindred.engine.layout import last_layers
+from kindred.errors import Reportable
 from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, ClientId, to_record
 from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import Method
@@ -118,13 +119,17 @@ def _composed(visit: Visit, own: Mapping[str, np.ndarray] | None) -> torch.nn.Mo
     heads = own or visit.arrays
     for name in visit.config[HEAD]:
         if name not in heads:
-            raise ValueError(f"client {visit.client} has lost its head: {name!r} is missing; the server sends it again")
+            raise ValueError(
+                Reportable(f"client {visit.client} has lost its head: {name!r} is missing; the server sends it again")
+            )
     model = visit.model({**visit.arrays, **{name: heads[name] for name in visit.config[HEAD]}})
     parameters: dict[torch.nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = parameters.setdefault(parameter, name)
         if (name in visit.config[HEAD]) != (other in visit.config[HEAD]):
-            raise ValueError(f"{other} of the network is {name} too: FedRep cannot train a parameter in body and head")
+            raise ValueError(
+                Reportable(f"{other} of the network is {name} too: FedRep cannot train a parameter in body and head")
+            )
     return model
 
 

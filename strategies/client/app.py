@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections.abc import Mapping
 from hashlib import sha256
 from logging import ERROR
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, R
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
 
+from kindred.errors import Reportable
 from kindred.lazy import lazy
 from kindred.messages import (
+    AFTER_TRAINING,
     ATTEMPT,
     CLIENT_ID,
     CONFIG,
@@ -47,11 +50,18 @@ from kindred.messages import (
 )
 from kindred.packing import unpacking
 from kindred.registry import REGISTRY
-from kindred.settings import DEVICE, SHADOW_LOCAL
+from kindred.settings import (
+    DEVICE,
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
+    MAX_LOCAL_EPOCHS,
+    SHADOW_LOCAL,
+    TRAINING as TRAINING_SETTINGS,
+)
 from kindred.versions import VERSION, mismatch
 
 from .evaluation import evaluation_mode
-from .journal import DATA, EVALUATION, INTRODUCTION, JOURNAL, NOTICE, TRAINING, append, recorded
+from .journal import EVALUATION, FAULT, INTRODUCTION, JOURNAL, NOTICE, TRAINING, append, describe, recorded
 from .local_training import LocalTraining
 from .models import MODELS
 from .shadow import comparison, keep_at_the_end, train_alone
@@ -65,7 +75,7 @@ from .site import (
     site_of,
     true_or_false,
 )
-from .state import ClientState
+from .state import ClientState, client_folder
 from .training import pick_device
 from .validation import NEVER_TRAINS, validation
 from .visit import Visit
@@ -93,6 +103,8 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
     def work(message: Message, context: Context, task: str) -> Message:
         visit = _visit(load_site, message, context)
         with visit.state.locked() if visit.is_site else contextlib.nullcontext():
+            if visit.is_site:
+                visit.state.admit(context.run_id, task, _fixed_settings(visit.config))
             content = getattr(_client_half(visit), task)(visit)
             if SHADOW_LOCAL.read(visit.config) and PROBE not in visit.config:
                 if task == "train":
@@ -100,6 +112,8 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
                 else:
                     keep_at_the_end(visit)
                 content[METRICS].update(comparison(visit))
+            if visit.is_site and visit.is_last and PROBE not in visit.config and (task == "evaluate" or _ends(visit)):
+                visit.state.finish()
         content[METRICS].update(visit.compute)
         return Message(content, reply_to=message)
 
@@ -126,7 +140,7 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
     def train(message: Message, context: Context) -> Message:
         if only_validates(context.node_config):
             log(ERROR, "kindred: the server asks this site to train: %s", NEVER_TRAINS)
-            raise ValueError(NEVER_TRAINS)
+            raise ValueError(Reportable(NEVER_TRAINS))
         return work(message, context, "train")
 
     @app.evaluate()
@@ -145,7 +159,7 @@ def introduction_of(
 ) -> dict[str, Any]:
     """Return a client's introduction: its id, number of samples, methods and network (see `messages`).
 
-    With `hides`, a reason that may quote the data is logged here, and not in what is returned.
+    With `hides`, what is returned has of an error only what the server may learn, see `journal.describe`.
     """
     who: dict[str, Any] = {CLIENT_ID: client_id(context)}
     about: dict[str, Any] = {METHODS: list(REGISTRY), VERSION_KEY: VERSION}
@@ -171,33 +185,31 @@ def introduction_of(
         if site.public is not None:
             about |= {PUBLIC_SET: site.fingerprint, NUM_PUBLIC: len(site.public)}
     except Exception as error:  # the client's id is known all the same
-        return {**who, PROBLEM: (hides and _hidden(error)) or f"{type(error).__name__}: {error}"}
+        reason, kept = describe(error, context.node_config if hides else {})
+        if FAULT in kept and (journal := os.environ.get(JOURNAL)):
+            append(journal, {"kind": FAULT, **kept})
+        return {**who, PROBLEM: reason}
     return who | about
-
-
-def _hidden(error: Exception) -> str:
-    """Return what the server learns of an error whose text may quote the data, and keep it here; else ""."""
-    if not getattr(error, "quotes_data", False):
-        return ""
-    log(ERROR, "kindred: the data cannot be used: %s", error)
-    if journal := os.environ.get(JOURNAL):
-        append(journal, {"kind": DATA, "problem": first_line(f"the data cannot be used: {error}")})
-    return "its data cannot be used; why is said at the site"
-
-
-def _site(load_site: LoadSite, context: Context, device: torch.device) -> Site:
-    """Return a client's site; at a site, an error whose text may quote its data stays there."""
-    try:
-        return site_of(load_site, context, device)
-    except Exception as error:
-        if STATE_DIR in context.node_config and (hidden := _hidden(error)):
-            raise ValueError(hidden) from None
-        raise
 
 
 def _client_half(visit: Visit) -> Any:
     method = REGISTRY.get(str(visit.config.get(METHOD)))
     return (method.client if method else None) or LocalTraining
+
+
+def _ends(visit: Visit) -> bool:
+    """Return whether the last message to train is a client's last one: no closing evaluation follows it."""
+    return visit.strategy is not None and visit.strategy.personal in AFTER_TRAINING
+
+
+def _fixed_settings(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings in a message that are the same in every round, as texts."""
+    method = REGISTRY.get(str(config.get(METHOD)))
+    drawn = {LOCAL_EPOCHS.key} if MAX_LOCAL_EPOCHS.key in config else set()
+    if not config.get(LOCAL_STEPS.key):
+        drawn.add(LOCAL_STEPS.key)  # a round of PerFed-CKT without training
+    keys = [each.key for each in (*TRAINING_SETTINGS, *(method.settings if method else ()))]
+    return {key: repr(config[key]) for key in keys if key in config and key not in drawn}
 
 
 def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
@@ -210,6 +222,8 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
     client = client_id(context)
     run, server_round = str(config.get(RUN, context.run_id)), int(config.get(SERVER_ROUND, 0))
     check(RUN, run, run.isascii() and run.isdecimal(), "a number")  # it becomes part of a path
+    if folder is not None and not client_folder(int(run), client, str(folder)).exists():
+        run = str(context.run_id)  # nothing to continue here: the message is of a run that was resumed
     repeats = ATTEMPT in config  # the server says which state a round starts from
     evaluates = message.metadata.message_type == MessageType.EVALUATE
     state = ClientState(
@@ -223,7 +237,7 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
         method=str(config.get(METHOD, "")),
     )
     return Visit(
-        client, _site(load_site, context, device), config, read_record(records[0]), device, state, context.node_config
+        client, site_of(load_site, context, device), config, read_record(records[0]), device, state, context.node_config
     )
 
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 import functools
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from logging import ERROR
 from typing import Any
 
 from flwr.app import ArrayRecord, Context, Message, MetricRecord
+from flwr.supercore import log
 
+from kindred.errors import Reportable
 from kindred.files import private
 from kindred.messages import (
     ALONE,
@@ -34,11 +38,13 @@ from kindred.messages import (
 )
 from kindred.registry import REGISTRY
 
+from .site import STATE_DIR
+
 JOURNAL = "KINDRED_JOURNAL"  # in the environment of a site's processes: the file
 TRAINING, EVALUATION, INTRODUCTION, NOTICE = "training", "evaluation", "introduction", "notice"
 CONNECTION = "connection"  # kind of an entry of `kindred site`: why the SuperNode cannot take part
 APP = "app"  # kind of an entry of the SuperNode: an app that is refused
-DATA = "data"  # kind of an entry about why the site's data cannot be used, which the server does not learn
+FAULT = "fault"  # kind of an entry, and entry, with the number of an error of which the server learns no more
 
 Answer = Callable[[Message, Context], Message]
 
@@ -49,23 +55,43 @@ def append(path: str | os.PathLike[str], entry: Mapping[str, Any]) -> None:
         file.write((json.dumps({"at": time.time(), **entry}) + "\n").encode())
 
 
+def describe(error: Exception, node_config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return what the server learns of an error, and what the journal holds of it.
+
+    The text of an error at a real site stays in its log and journal, under a number, unless it is `Reportable`.
+    """
+    text = f"{type(error).__name__}: {error}"
+    reportable = getattr(error, "reportable", False) or (error.args and isinstance(error.args[0], Reportable))
+    if reportable or STATE_DIR not in node_config:
+        return text, {"problem": first_line(text)}
+    number = secrets.randbelow(900_000) + 100_000
+    log(ERROR, "kindred: fault %d: %s", number, text, exc_info=error)
+    reason = f"{type(error).__name__}; its text is fault {number} in the site's log"
+    return reason, {"problem": first_line(f"fault {number}: {text}"), FAULT: number}
+
+
 def recorded(kind: str) -> Callable[[Answer], Answer]:
-    """Return a decorator of a ClientApp's function: it writes an entry for each message of this kind."""
+    """Return a decorator of a ClientApp's function: it writes an entry for each message of this kind.
+
+    An error of a real site is replaced by what the server may learn of it: see `describe`.
+    """
 
     def decorate(answer: Answer) -> Answer:
         @functools.wraps(answer)
         def recording(message: Message, context: Context) -> Message:
-            if (path := os.environ.get(JOURNAL)) is None:
-                return answer(message, context)
-            entry, began = _asked(kind, message, context), time.monotonic()
+            path = os.environ.get(JOURNAL)
+            entry, began = _asked(kind, message, context) if path else {}, time.monotonic()
             try:
                 reply = answer(message, context)
             except Exception as error:
-                seconds = time.monotonic() - began
-                problem = first_line(f"{type(error).__name__}: {error}")
-                append(path, {**entry, "seconds": seconds, "problem": problem})
-                raise
-            append(path, {**entry, "seconds": time.monotonic() - began, **_left(reply, entry)})
+                reason, kept = describe(error, context.node_config)
+                if path:
+                    append(path, {**entry, "seconds": time.monotonic() - began, **kept})
+                if FAULT not in kept:
+                    raise
+                raise ValueError(reason) from None
+            if path:
+                append(path, {**entry, "seconds": time.monotonic() - began, **_left(reply, entry)})
             return reply
 
         return recording

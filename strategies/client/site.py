@@ -25,6 +25,8 @@ else:
 # Sites whose data a process keeps; the least recently used ones are dropped first.
 SITES_KEPT = 256
 STATE_DIR = "state-dir"  # in the node config of a site
+# In the node config of a site: the most work that a message may ask of it, and the defaults.
+MOST_WORK = {"max-epochs": 1_000, "max-steps": 100_000, "max-batch-size": 10_000}
 LABELLED = "labelled-samples"  # in that of a client that comes later: the number of training samples that it has
 
 ModelFactory = Callable[[], "torch.nn.Module"]
@@ -150,7 +152,8 @@ def site_of(load_site: LoadSite, context: Context, device: torch.device) -> Site
     site, where = _sites.pop(key, (None, None))
     if site is None:
         site = load_site(context)
-        check("what load_site returned", site, isinstance(site, Site), "a Site")
+        if not isinstance(site, Site):  # it may hold data
+            raise ValueError(f"what load_site returned is {site!r}, allowed: a Site")
         while len(_sites) >= SITES_KEPT:
             del _sites[next(iter(_sites))]
     if where != device:

@@ -11,8 +11,9 @@ The files hold the state after the last round. A server that was killed may resu
 possible, the states after earlier rounds are kept too, under names with a dot, for all names that rounds load. A
 repeated round starts from the state before it.
 
-At a site the folders stay, because the personal model in them is the result for the site. In a simulation the
-clients share a disk with the server. It flushes their files before each checkpoint, and removes the folders at the end:
+At a site the folders stay, because the personal model in them is the result for the site. `.run.json` there records the
+run's method, settings and attempt, and whether it is finished: see `ClientState.admit`. In a simulation the clients
+share a disk with the server. It flushes their files before each checkpoint, and removes the folders at the end:
 engine/simulated_state.py. A client there writes its next state over a file that no round needs any more, because a file
 system takes longer to make, replace and remove files than to write them. After a power failure, files newer than the
 last checkpoint can be damaged, or hold the state of a round before all checkpoints. So `load` takes the newest state
@@ -38,7 +39,8 @@ import psutil
 from flwr.supercore import log
 from safetensors import SafetensorError, safe_open
 
-from kindred.files import make_private, partial_files, replacing, write_arrays
+from kindred.errors import Reportable
+from kindred.files import make_private, partial_files, replacing, write_arrays, write_bytes
 from kindred.locks import lock
 from kindred.messages import STATE_NOT_WRITTEN, ClientId
 
@@ -48,6 +50,7 @@ BEST = "best"  # its best personal model so far, or mixture, by its validation d
 MIXTURE = "mixture"  # the models that it combines for its predictions
 PREDICTIONS = "predictions"  # what its selected model predicts for its test data, or its last one
 
+RECORD = ".run.json"
 SIMULATED = ".simulated"  # file that marks the folder of a simulated run
 SPARE = ".spare"  # suffix of a file of such a run that no round needs any more
 
@@ -100,15 +103,17 @@ class ClientState:
         method: str | None = None,
     ) -> None:
         self.client = client
+        self._run = run_id
         self._method = method
         self._round = server_round
         self._before = before
         self._keep_from = server_round if keep_from is None else keep_from
         self._attempt = attempt
+        self._is_over = False  # whether nothing is written any more
         self._loaded: set[str] = set()  # names that rounds start from; for all others the last state is enough
         self._read: dict[str, tuple[Identity, _Version | None]] = {}  # name -> its file when it was last read
         self._found: dict[str, list[_Version]] = {}  # name -> versions after earlier rounds, newest first
-        self.folder = run_folder(run_id, Path(root).expanduser() if root else default_root()) / file_name(client)
+        self.folder = client_folder(run_id, client, root)
 
     def load(self, name: str, prefix: str = "") -> dict[str, np.ndarray] | None:
         """Return the arrays last saved under a name, before the round `before`; None if there are none.
@@ -163,6 +168,8 @@ class ClientState:
         ValueError
             A later round or attempt has already saved: the message of this round came late.
         """
+        if self._is_over:
+            return
         make_private(self.folder)
         path, last = self._path(name), self._last(name)
         latest = last or next(iter(self._earlier(name)), None)
@@ -195,6 +202,71 @@ class ClientState:
             self._discard(name, version)
         self._remove_unneeded(name, _Version(path, self._round, self._attempt, self._method), earlier)
 
+    def admit(self, sender: int, kind: str, settings: Mapping[str, str]) -> None:
+        """Check that a message may use this state of a site, and record its run.
+
+        A message of another run, which was resumed, must have the same method and settings, and a later attempt. After
+        a run's end its state is never written again. Messages that a resumed run may then repeat are answered.
+
+        Parameters
+        ----------
+        sender : int
+            The run of which the message is.
+        kind : str
+            Its kind: messages of different kinds may have different settings.
+        settings : mapping of str to str
+            Those in the message. In a run's first rounds it is noticed which of them change from round to round.
+
+        Raises
+        ------
+        ValueError
+        """
+        record = self._record()
+        known = record.settings.get(kind, {})
+        if sender != self._run:
+            if record == _Record():
+                raise self._refusal("nothing is recorded of it")
+            if not known:  # no message of this kind came before
+                known = next(iter(record.settings.values()), {})
+            if record.method != (self._method or ""):
+                raise self._refusal(f"its method is {record.method}, the message has {self._method}")
+            for name, now in settings.items():
+                if known.get(name) not in (None, "", now):
+                    raise self._refusal(f"its {name} is {known[name]}, the message has {now}")
+            if (self._attempt, sender) != (record.attempt, record.sender) and self._attempt <= record.attempt:
+                raise self._refusal("the message does not resume it")
+        if record.finished:
+            after, last = record.finished
+            if not after < self._round <= last:
+                raise self._refusal("it is finished")
+            self._is_over = True
+        elif self._attempt >= record.attempt:
+            found = known | {name: value if known.get(name, value) == value else "" for name, value in settings.items()}
+            kinds = record.settings | {kind: found}
+            self._write(_Record(self._method or "", kinds, self._attempt, sender))
+
+    def finish(self) -> None:
+        """Record that the run is finished. Only rounds that a resumed server may repeat are still answered."""
+        if not self._is_over:
+            self._write(self._record()._replace(finished=(self._keep_from, self._round)))
+
+    def _refusal(self, why: str) -> ValueError:
+        return ValueError(Reportable(f"this site does not continue run {self._run}: {why}"))
+
+    def _record(self) -> _Record:
+        """Return what is recorded of the run; an empty record if there is none, or if it is damaged."""
+        with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+            method, settings, attempt, sender, finished = json.loads((self.folder / RECORD).read_bytes())
+            kinds = {kind: dict(found) for kind, found in settings.items()}
+            rounds = tuple(int(number) for number in finished)
+            if len(rounds) in (0, 2):
+                return _Record(str(method), kinds, int(attempt), int(sender), rounds)
+        return _Record()
+
+    def _write(self, record: _Record) -> None:
+        if record != self._record():
+            write_bytes(self.folder / RECORD, json.dumps(record).encode())
+
     def about(self, name: str) -> dict[str, str]:
         """Return the texts last saved with a name's arrays, before the round `before`; empty without such a file."""
         for version in _newest_first([self._last(name), *self._earlier(name)]):
@@ -220,7 +292,7 @@ class ClientState:
         versions = _newest_first([last, *earlier])
         oldest = next((version.round for version in versions if version.round <= self._keep_from), 0)
         for version in earlier:
-            if version.round < oldest:
+            if version.round < oldest and not self._is_over:
                 self._discard(name, version)
         needed = [version for version in versions if version is last or version.round >= oldest]
         self._found[name] = [version for version in needed if version is not last]
@@ -286,6 +358,14 @@ def identity(about: os.stat_result) -> Identity:
     return about.st_ino, about.st_mtime_ns
 
 
+class _Record(NamedTuple):
+    method: str = ""
+    settings: dict[str, dict[str, str]] = {}  # by kind of message; "" for those that change from round to round
+    attempt: int = 0
+    sender: int = 0
+    finished: tuple[int, ...] = ()  # the rounds after the first of these, up to the second, may be repeated
+
+
 class _Version(NamedTuple):
     path: Path
     round: int
@@ -343,6 +423,11 @@ def reading(path: Path) -> Iterator[None]:
 def run_folder(run_id: int, root: Path) -> Path:
     """Return the folder of a run, which has a folder for each client."""
     return root / f"run-{run_id}"
+
+
+def client_folder(run_id: int, client: ClientId, root: str | os.PathLike[str] | None = None) -> Path:
+    """Return the folder of a client in a run; `root` is by default `default_root()`."""
+    return run_folder(run_id, Path(root).expanduser() if root else default_root()) / file_name(client)
 
 
 def file_name(client: ClientId) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kindred.errors import Reportable
 from kindred.lazy import lazy
 from kindred.messages import check
 from kindred.objectives import Classes, Objective
@@ -53,6 +54,11 @@ CLASSES = Classes()
 _SMALL_BATCH = 16
 _SMALL_IMAGE = 16 * 16
 
+DRAWN = 2**20
+"""Samples that are drawn at a time, for the batches to come: their numbers take 8 MiB."""
+LOSSES_KEPT = 2**16
+"""Steps after which their losses are added up."""
+
 
 def pick_device(name: str) -> torch.device:
     """Return the device that a setting names.
@@ -70,7 +76,9 @@ def pick_device(name: str) -> torch.device:
     DEVICE.check(name)
     available = name != "cpu" and torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise ValueError("device is cuda and torch finds no CUDA GPU on this machine; set device to cpu or auto")
+        raise ValueError(
+            Reportable("device is cuda and torch finds no CUDA GPU on this machine; set device to cpu or auto")
+        )
     return torch.device("cuda" if available else "cpu")
 
 
@@ -175,13 +183,13 @@ def train(
     if epochs + steps == 0 or len(y) == 0:
         return math.nan
     if not trained_weights(model):
-        raise ValueError("the network has no parameter to train: all are frozen")
+        raise ValueError(Reportable("the network has no parameter to train: all are frozen"))
 
     proximal_mu = min(proximal_mu, 1 / learning_rate)
     x = channels_last(model, x)
     samples = (x, y) if sample_weights is None else (x, y, sample_weights)
-    sizes = [batch_size] * steps or _batch_sizes(len(y), batch_size) * epochs
-    usual = sizes[0]
+    epoch = _batch_sizes(len(y), batch_size)
+    usual = batch_size if steps else epoch[0]
     rule = (optimizer, learning_rate, momentum, weight_decay, proximal_mu, correction is not None)
 
     repeated, graph = None, None
@@ -194,6 +202,9 @@ def train(
     update.start(towards, correction, memory)
 
     losses: list[Tensor] = []
+    sizes: list[int] = []
+    total: Any = 0.0  # of the losses that are no longer in the list, and below the number of their samples
+    count = 0
     with differentiating(model, x, batch_size, objective, precision, term, label_smoothing) as gradients_of:
 
         def step(*batch: Tensor) -> Tensor:
@@ -201,15 +212,26 @@ def train(
             update(gradients)
             return loss
 
-        if repeated is not None and graph is None and repeated.pays(key, sizes.count(usual)):
+        if repeated is not None and graph is None and repeated.pays(key, steps or epochs * epoch.count(usual)):
             rows = torch.arange(usual, device=x.device) % len(y)
             graph = repeated.capture(key, model, step, update, [part[rows] for part in samples])
         for batch in batches(samples, epochs, steps, batch_size, generator):
             take = step if graph is None or len(batch[0]) != usual else graph
             losses.append(take(*batch))
+            sizes.append(len(batch[0]))
+            if len(losses) == LOSSES_KEPT:
+                total, count = total + _weighted(losses, sizes), count + sum(sizes)
+                losses, sizes = [], []
     if memory is not None:
         memory[:] = [tensor.clone() for tensor in update.memory]
-    return float(torch.stack(losses).double() @ torch.tensor(sizes, dtype=torch.float64).to(x.device)) / sum(sizes)
+    if losses:
+        total, count = total + _weighted(losses, sizes), count + sum(sizes)
+    return float(total) / count
+
+
+def _weighted(losses: list[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Return the sum of batches' mean losses, each times the batch's number of samples."""
+    return torch.stack(losses).double() @ torch.tensor(sizes, dtype=torch.float64).to(losses[0].device)
 
 
 def trained_weights(model: nn.Module) -> list[Tensor]:
@@ -342,15 +364,16 @@ def mean_gradient(
     return gradients
 
 
-def check_finite(model: nn.Module) -> None:
-    """Refuse a model with values that are not finite: the next round would start from it.
+def check_finite(model: nn.Module | Mapping[str, np.ndarray]) -> None:
+    """Refuse a model, or arrays, with values that are not finite: the next round would start from it.
 
     Raises
     ------
     ValueError
     """
-    if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
-        raise ValueError(NOT_FINITE)
+    arrays = model if isinstance(model, Mapping) else get_arrays(model)
+    if not all(np.isfinite(array).all() for array in arrays.values()):
+        raise ValueError(Reportable(NOT_FINITE))
 
 
 def get_arrays(model: nn.Module) -> dict[str, np.ndarray]:
@@ -384,7 +407,9 @@ def set_arrays(model: nn.Module, arrays: Mapping[str, np.ndarray]) -> None:
     for name, tensor in state.items():
         wanted = torch.empty(0, dtype=tensor.dtype).numpy().dtype
         if not np.can_cast(arrays[name].dtype, wanted, "same_kind"):
-            raise ValueError(f"array {name!r} is of type {arrays[name].dtype}, the model's is of type {wanted}")
+            raise ValueError(
+                Reportable(f"array {name!r} is of type {arrays[name].dtype}, the model's is of type {wanted}")
+            )
     for name, tensor in state.items():
         # NumPy writes into the tensor, because torch would warn about a read-only array.
         host = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
@@ -397,12 +422,14 @@ def check_shapes(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ..
     """Compare the names and shapes of arrays with a model's state dict; raise ValueError if they differ."""
     for name, tensor in state.items():
         if name not in shapes:
-            raise ValueError(f"array {name!r} of the model is missing among those received")
+            raise ValueError(Reportable(f"array {name!r} of the model is missing among those received"))
         if shapes[name] != tuple(tensor.shape):
-            raise ValueError(f"array {name!r} has shape {shapes[name]}, the model's has {tuple(tensor.shape)}")
+            raise ValueError(
+                Reportable(f"array {name!r} has shape {shapes[name]}, the model's has {tuple(tensor.shape)}")
+            )
     for name in shapes:
         if name not in state:
-            raise ValueError(f"array {name!r} is not one of the model's, which are {', '.join(state)}")
+            raise ValueError(Reportable(f"array {name!r} is not one of the model's, which are {', '.join(state)}"))
 
 
 def channels_last(model: nn.Module, x: Tensor) -> Tensor:
@@ -464,11 +491,21 @@ def batches(
     """
     count, device = len(samples[0]), samples[0].device
     sizes = _batch_sizes(count, batch_size)
-    # Draw all orders first: a copy from the host waits until the device has finished its earlier work.
-    for order in [torch.randperm(count, generator=generator).to(device) for _ in range(epochs)]:
-        yield from zip(*(part[order].split(sizes) for part in samples), strict=True)
-    for drawn in torch.randint(count, (steps, batch_size), generator=generator).to(device):
-        yield tuple(part[drawn] for part in samples)
+    # Draw many at a time: a copy from the host waits until the device has finished its earlier work.
+    for number in _blocks(epochs, count):
+        for order in [torch.randperm(count, generator=generator).to(device) for _ in range(number)]:
+            yield from zip(*(part[order].split(sizes) for part in samples), strict=True)
+    for number in _blocks(steps, batch_size):
+        for drawn in torch.randint(count, (number, batch_size), generator=generator).to(device):
+            yield tuple(part[drawn] for part in samples)
+
+
+def _blocks(number: int, size: int) -> Iterator[int]:
+    """Divide a number of draws, of `size` samples each, into blocks of up to `DRAWN` samples or one draw."""
+    most = max(1, DRAWN // max(1, size))
+    while number > 0:
+        yield min(number, most)
+        number -= most
 
 
 def num_batches(num_samples: int, epochs: int, steps: int, batch_size: int) -> int:

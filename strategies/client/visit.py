@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kindred.errors import Reportable
 from kindred.lazy import lazy
 from kindred.messages import (
     BETWEEN,
@@ -28,6 +29,7 @@ from kindred.messages import (
     TRAINED,
     VALIDATION,
     ClientId,
+    check,
     seed_for,
 )
 from kindred.metrics import METRICS
@@ -46,7 +48,7 @@ from kindred.settings import (
 )
 
 from .evaluation import evaluate, predict, predict_and_evaluate
-from .site import STATE_DIR, Samples, Site, module_of, true_or_false
+from .site import MOST_WORK, STATE_DIR, Samples, Site, module_of, true_or_false
 from .state import BEST, MODEL, PREDICTIONS, ClientState
 from .training import (
     Gradients,
@@ -148,16 +150,22 @@ class Visit:
         return true_or_false(self.node_config, REPORT_WEIGHTS, is_simulated)
 
     def keep(self, model: torch.nn.Module, metrics: Mapping[str, float]) -> None:
-        """Save a model as the client's personal model, with the headline metric on its test data.
+        """Save a model as the client's personal model, with the headline metric on its test data; see `save_result`."""
+        about = {self.metric: repr(metrics[self.metric])} if self.metric in metrics else {}
+        self.save_result(MODEL, get_arrays(model), {**self.site.about, **about})
+
+    def save_result(self, name: str, arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) -> None:
+        """Save a model or mixture with which the client predicts, as MODEL, MIXTURE or BEST.
+
+        At the end of a run a site keeps that of the round before beside it: other clients may spoil the last round.
 
         Raises
         ------
         ValueError
-            The model has values that are not finite.
+            It has values that are not finite. What was saved before stays.
         """
-        check_finite(model)
-        about = {self.metric: repr(metrics[self.metric])} if self.metric in metrics else {}
-        self.state.save(MODEL, get_arrays(model), {**self.site.about, **about})
+        check_finite(arrays)
+        self.state.save(name, arrays, about, rounds_load_it=name == BEST or (self.is_site and self.is_last))
 
     @property
     def metric(self) -> str:
@@ -242,8 +250,7 @@ class Visit:
             return {}
         metrics = self.judged(predict(model, self.site.validation[0], self.objective))
         if self.is_best(metrics):
-            check_finite(model)
-            self.state.save(BEST, get_arrays(model), self.about_best(metrics), rounds_load_it=True)
+            self.save_result(BEST, get_arrays(model), self.about_best(metrics))
             metrics |= self.select(predictions)
         return metrics
 
@@ -270,6 +277,17 @@ class Visit:
     @property
     def batch_size(self) -> int:
         return int(BATCH_SIZE.read(self.config))
+
+    def check_work(self, epochs: int = 0, steps: int = 0, batch_size: int = 0) -> None:
+        """Raise ValueError if a message asks a site for more than its operator allows; see `MOST_WORK`."""
+        if not self.is_site:
+            return
+        for (key, default), asked in zip(MOST_WORK.items(), (epochs, steps, batch_size), strict=True):
+            most = self.node_config.get(key, default)
+            check(key, most, isinstance(most, int) and not isinstance(most, bool) and most >= 1, "1 or more")
+            if asked > most:
+                what = key.removeprefix("max-")
+                raise ValueError(Reportable(f"{what} is {asked}, allowed at this site: up to {most} (its {key})"))
 
     def train(
         self,
@@ -309,6 +327,7 @@ class Visit:
             "precision": self.precision,
             **settings,
         }
+        self.check_work(epochs, steps, arguments["batch_size"] if steps else min(arguments["batch_size"], len(y)))
         self.compute[SAMPLES_TRAINED] += epochs * len(y) + steps * arguments["batch_size"]
         with seeded(seed, self.device):
             return train(
@@ -345,6 +364,8 @@ class Visit:
     def batches(self, purpose: str = "train", samples: Samples | None = None) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield the batches that `train` would draw for a purpose, for a method's own steps."""
         samples = self.site.train if samples is None else samples
+        size = self.batch_size if self.steps else min(self.batch_size, len(samples[0]))
+        self.check_work(self.epochs, self.steps, size)
         generator = torch.Generator().manual_seed(self.seed(purpose))
         for batch in batches(samples, self.epochs, self.steps, self.batch_size, generator):
             self.compute[SAMPLES_TRAINED] += len(batch[0])

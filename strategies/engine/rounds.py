@@ -37,7 +37,7 @@ from kindred.messages import (
     seed_for,
 )
 from kindred.parts.aggregation import MEAN, Aggregate, aggregate
-from kindred.settings import AUTO, LOCAL_EPOCHS, SAMPLING, UNIFORM
+from kindred.settings import AUTO, LOCAL_EPOCHS, MAX_LOCAL_EPOCHS, SAMPLING, UNIFORM
 
 from .admission import Refused, Reply, admit, admit_evaluation, raise_own
 from .checkpoint import Checkpoints
@@ -136,7 +136,8 @@ class Rounds(Hooks, Strategy):
         if not self.max_local_epochs:
             return {}
         rng = np.random.default_rng(seed_for(self.seed, LOCAL_EPOCHS.key, client, server_round))
-        return {LOCAL_EPOCHS.key: int(rng.integers(1, self.max_local_epochs, endpoint=True))}
+        drawn = int(rng.integers(1, self.max_local_epochs, endpoint=True))
+        return {LOCAL_EPOCHS.key: drawn, MAX_LOCAL_EPOCHS.key: self.max_local_epochs}
 
     # --- Training and evaluation ----------------------------------------------------------------------
 

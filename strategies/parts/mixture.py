@@ -182,6 +182,6 @@ def keep_mixture(
         arrays |= with_prefix(place, models[i])
     about = {"clients": encode([clients[i] for i in counted]), "kind": kind}
     if metrics is None:
-        visit.state.save(MIXTURE, arrays, {**about, **visit.site.about})
+        visit.save_result(MIXTURE, arrays, {**about, **visit.site.about})
     else:
-        visit.state.save(BEST, arrays, {**about, **visit.about_best(metrics)}, rounds_load_it=True)
+        visit.save_result(BEST, arrays, {**about, **visit.about_best(metrics)})
