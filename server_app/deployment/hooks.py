@@ -5,7 +5,7 @@ A hook is a function of this module. Such a process calls it before Flower's com
 - `guard_superlink`: the SuperLink takes orders only from its own machine, strangers cannot exhaust its memory, and a
   busy disk does not end its runs;
 - `quicken_supernode`: after a message the SuperNode asks for the next one sooner than after Flower's 3 s; it also has
-  `warm_up` called in the flower-superexec that it starts;
+  `warm_up` called in the flower-superexec that it starts, and `persist` keeps it working when the connection fails;
 - `warm_up`: the process that works on a message is a fork of one that has imported PyTorch and Flower. A new process
   would spend seconds on these imports.
 
@@ -30,18 +30,26 @@ from kindred.server_app.processes import END_WITH_PARENT
 
 # Each of Flower's processes imports only the modules that its own hook changes.
 if TYPE_CHECKING:
+    import httpx
     import uvicorn
     from flwr.supercore import sql_mixin
     from flwr.supercore.superexec.executor import subprocess_executor
     from flwr.superlink import main as superlink
-    from flwr.supernode import start_client_internal
+    from flwr.supernode import cli as supernode_cli, fleet_http_client, start_client_internal
 
     from . import guard
 else:
+    httpx, fleet_http_client = lazy("httpx"), lazy("flwr.supernode.fleet_http_client")
     uvicorn, superlink, sql_mixin = lazy("uvicorn"), lazy("flwr.superlink.main"), lazy("flwr.supercore.sql_mixin")
-    start_client_internal = lazy("flwr.supernode.start_client_internal")
+    start_client_internal, supernode_cli = lazy("flwr.supernode.start_client_internal"), lazy("flwr.supernode.cli")
     subprocess_executor = lazy("flwr.supercore.superexec.executor.subprocess_executor")
     guard = lazy("kindred.server_app.deployment.guard")
+
+# In the environment of a SuperNode: the file descriptor to which `persist` writes.
+CONTACT = "KINDRED_CONTACT"
+PULL, HEARTBEAT = "/v1/fleet/pull-messages", "/v1/fleet/send-node-heartbeat"
+SIGNING_ON, SIGNING_OFF = ("register-node", "activate-node"), ("deactivate-node", "unregister-node")  # ends of paths
+LONGEST_LINE = 500  # bytes; a pipe takes a line of this length in one piece
 
 # How long in ms a request waits for the SuperLink's database; Flower's clients wait 30 s for the answer.
 DATABASE_PATIENCE = "25000"
@@ -103,6 +111,51 @@ def quicken_supernode() -> None:
         return pauses.superexec
 
     vars(start_client_internal).update(time=pauses, subprocess=SimpleNamespace(Popen=start_superexec))
+    if contact := os.environ.pop(CONTACT, ""):
+        persist(int(contact))
+
+
+def persist(contact: int) -> None:
+    """Let the SuperNode that this process will start try again where Flower gives up, and say that it works.
+
+    At a TLS error, and at a status 500, Flower's main loop or its thread of heartbeats ends, and the process does not.
+
+    Parameters
+    ----------
+    contact : int
+        File descriptor. A heartbeat that the server accepts writes an empty line there, unless the last request for a
+        message failed. A request to take part, for a message, or with a heartbeat that fails writes a line that says
+        why. So a working SuperNode writes something at least once in a minute.
+    """
+    client, main = fleet_http_client.FleetHttpClient, supernode_cli.flower_supernode.__globals__
+    request, start, failing = client._unary_unary, main["start_client_internal"], set()
+
+    def tell(line: str) -> None:
+        os.write(contact, line.encode()[:LONGEST_LINE] + b"\n")
+
+    def request_or_retry(self: Any, *, path: str, **how: Any) -> Any:
+        try:
+            reply = request(self, path=path, **how)
+        except httpx.HTTPError as error:
+            status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else None
+            if path in (PULL, HEARTBEAT) or path.endswith(SIGNING_ON):
+                failing.add(path)
+                tell(str(error).partition("\n")[0] or type(error).__name__)
+            if path.endswith(SIGNING_ON + SIGNING_OFF) or (status and (status < 500 or path not in (PULL, HEARTBEAT))):
+                raise
+            raise httpx.ReadError("no answer") from error  # which Flower tries again
+        if path in failing or path == HEARTBEAT:
+            failing.discard(path)
+            if not failing:
+                tell("")
+        return reply
+
+    def start_and_end(**settings: Any) -> None:
+        start(**settings)
+        os._exit(1)  # the main loop has ended by an error; another thread would keep the process
+
+    client._unary_unary = request_or_retry  # type: ignore[method-assign, assignment]
+    main["start_client_internal"] = start_and_end
 
 
 class Pauses:

@@ -73,12 +73,13 @@ def start_process(
     mark: str,
     hook: Callable[[], None],
     stderr: int | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Print a command of Flower's and start it; its output goes where this process writes, its errors to `stderr`."""
     show_command(command, settings)
     script = os.path.join(sysconfig.get_path("scripts"), command[0])
     return subprocess.Popen(
-        hooks.command(script, command[1:], hook), stdin=subprocess.DEVNULL, stderr=stderr,
+        hooks.command(script, command[1:], hook), stdin=subprocess.DEVNULL, stderr=stderr, pass_fds=pass_fds,
         env=environment(settings, mark), cwd=directory, start_new_session=True,
     )  # fmt: skip
 

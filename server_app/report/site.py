@@ -73,8 +73,8 @@ def _doing(entries: Sequence[Mapping[str, Any]]) -> str:
     if not entries:
         return "no message has arrived yet: the site waits for a run"
     last = entries[-1]
-    if "problem" in last:
-        return last["problem"]
+    if "problem" in last or "over" in last:
+        return str(last.get("problem") or last["over"])
     where = f"round {last['round']}: " if "round" in last else ""
     return f"{where}{last['kind']} answered after {last['seconds']:.1f} s; the site waits for the server"
 
