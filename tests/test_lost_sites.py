@@ -7,14 +7,19 @@ import json
 import re
 import shlex
 import socket
+import sqlite3
 import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 
+from kindred.server_app.deployment.files import LEAST_FREE
 from kindred.server_app.deployment.supernode import SILENCE
 
 from .background_commands import KINDRED, PATIENCE, Machines, free_port, wait_until
@@ -89,11 +94,34 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
         target.shutdown(socket.SHUT_RDWR)
 
 
+class Disk:
+    """A small disk in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.filler = folder, folder / "filler"
+        folder.mkdir(mode=0o700)
+        self.mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={2 * LEAST_FREE:.0f},mode=700", "tmpfs", folder], check=False
+        ).returncode == 0  # fmt: skip
+
+    def fill(self) -> None:
+        if not self.mounted:
+            pytest.skip("this user cannot mount a small disk")
+        with contextlib.suppress(OSError), open(self.filler, "wb", 0) as file:
+            while file.write(bytes(2**20)) or file.write(bytes(1)):
+                pass
+
+    def end(self) -> None:
+        if self.mounted:
+            subprocess.run(["umount", "-l", self.folder], check=True)
+
+
 class Hospital(Machines):
-    """A server with keys, and the site lyon, which reaches it through a `Front`."""
+    """A server with keys, and the site lyon, which reaches it through a `Front`; each has a disk of its own."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
+        self.disk, self.server_disk = Disk(folder / "state-lyon"), Disk(folder / "server")
         kindred("keys", folder / "keys", "--server", "localhost", "--sites", "lyon")
         write_digits(folder / "digits.npz")
         self.port, self.state = free_port(), folder / "server"
@@ -108,6 +136,7 @@ class Hospital(Machines):
 
     def start_run(self) -> None:
         command = re.search(r"^\$ (FLWR_HOME=\S+ flwr run .*)$", self.said("server"), re.MULTILINE)[1]
+        (self.folder / "run.log").unlink(missing_ok=True)
         self.start("run", "env", *shlex.split(command), "--run-config", SETTINGS)
 
     def trains(self, seconds: float = PATIENCE) -> None:
@@ -120,8 +149,15 @@ class Hospital(Machines):
     def rounds_trained(self) -> int:
         return sum(entry["kind"] == "training" and "problem" not in entry for entry in self.journal())
 
+    def server_page(self) -> dict:
+        (address,) = re.findall(r"watch the runs at (http://127\.0\.0\.1:\d+/)", self.said("server"))
+        return httpx.get(f"{address}data.json").json()["now"]
+
     def page(self) -> dict:
         return data_of((self.folder / "state-lyon" / "site-lyon.html").read_text())
+
+    def apps(self) -> list[Path]:
+        return list(self.disk.folder.glob("flower-lyon/apps/*"))
 
     def journal(self) -> list[dict]:
         journal = self.folder / "state-lyon" / "site-lyon.jsonl"
@@ -134,7 +170,9 @@ def hospital(tmp_path_factory):
     try:
         yield hospital
     finally:
-        hospital.kill()
+        hospital.end()
+        hospital.disk.end()
+        hospital.server_disk.end()
 
 
 def test_a_moment_without_tls_and_the_site_trains_again(hospital) -> None:
@@ -166,3 +204,43 @@ def test_a_supernode_that_runs_but_does_nothing_is_started_again(hospital) -> No
     hospital.start_run()
     hospital.trains(SILENCE + BACK)
     assert any("has sent nothing for 60 s" in entry.get("problem", "") for entry in hospital.journal())
+
+
+def test_a_full_disk_of_a_site_is_named_and_the_site_trains_again(hospital) -> None:
+    """It is full at the first message of the site's SuperNode, when the run's app is unpacked."""
+    supernode = hospital.supernode("lyon")
+    supernode.terminate()  # what it has unpacked is cleared
+    wait_until(lambda: hospital.supernode("lyon") not in (None, supernode) and not hospital.apps())
+    hospital.disk.fill()
+    hospital.start_run()
+    lack = f"the disk of {hospital.disk.folder}/flower-lyon has less than 100 MB left"
+    hospital.wait_for("lyon", f"kindred: {lack}")
+
+    def excluded() -> bool:
+        return any(
+            site[0] == "lyon" and "No space left on device" in site[3] for site in hospital.server_page()["sites"]
+        )
+
+    wait_until(excluded, lambda: f"{hospital.server_page()} {hospital.said('lyon')}", seconds=120)
+    assert not hospital.apps()  # nothing that a later message would take for the app
+    hospital.disk.filler.unlink()
+    hospital.trains(BACK)
+    wait_until(lambda: any(lack in text for _, _, text, _ in hospital.page()["faults"]), seconds=10)
+
+
+def test_a_full_disk_of_the_server_is_named_and_the_run_that_waited_for_it_trains(hospital) -> None:
+    (superlink,) = psutil.Process(hospital.running["server"].pid).children()
+    (superexec,) = [child for child in superlink.children() if "flower-superexec" in " ".join(child.cmdline())]
+    superexec.suspend()
+    hospital.start_run()
+    hospital.wait_for("run", "Successfully started run")
+    with contextlib.closing(sqlite3.connect(hospital.state / "superlink.db", timeout=PATIENCE)) as database:
+        wait_until(lambda: not database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0])  # it has no room
+    hospital.server_disk.fill()
+    superexec.resume()
+    hospital.wait_for("server", "kindred: flower-superexec has ended, and is started again")
+    problems = wait_until(lambda: hospital.server_page()["problems"])
+    assert problems[0] == f"the disk of {hospital.state} has less than 100 MB left, make room there"
+    hospital.server_disk.filler.unlink()
+    hospital.trains(BACK)
+    wait_until(lambda: not hospital.server_page()["problems"], seconds=30)

@@ -87,8 +87,8 @@ def open_to_others(path: Path, *, private: bool = False) -> str | None:
 def lack_of_space(folder: Path) -> str:
     """Return a line if the disk of a folder is nearly full, else ""."""
     with suppress(OSError):  # the folder is gone
-        if (free := shutil.disk_usage(folder).free) < LEAST_FREE:
-            return f"the disk of {folder} has {free / 1e6:.1f} MB left, needed: {LEAST_FREE / 1e6:.0f} or more"
+        if shutil.disk_usage(folder).free < LEAST_FREE:
+            return f"the disk of {folder} has less than {LEAST_FREE / 1e6:.0f} MB left, make room there"
     return ""
 
 

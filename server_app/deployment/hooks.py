@@ -2,12 +2,15 @@
 
 A hook is a function of this module. Such a process calls it before Flower's command begins:
 
-- `guard_superlink`: the SuperLink takes orders only from its own machine, strangers cannot exhaust its memory, and a
-  busy disk does not end its runs;
+- `guard_superlink`: the SuperLink takes orders only from its own machine, strangers cannot exhaust its memory, a busy
+  disk does not end its runs, and it starts its flower-superexec again;
 - `quicken_supernode`: after a message the SuperNode asks for the next one sooner than after Flower's 3 s; it also has
   `warm_up` called in the flower-superexec that it starts, and `persist` keeps it working when the connection fails;
 - `warm_up`: the process that works on a message is a fork of one that has imported PyTorch and Flower. A new process
-  would spend seconds on these imports.
+  would spend seconds on these imports;
+- `unpack_server_apps`: a ServerApp's process starts with `unpack_whole`;
+- `unpack_whole`: a run's app is unpacked whole or not at all. On a full disk Flower leaves it in part, and then uses
+  that in all later runs.
 
 Each hook replaces a name in one of Flower's modules. So the hooks depend on the version of Flower that pyproject.toml
 names.
@@ -19,9 +22,12 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +38,14 @@ from kindred.server_app.processes import END_WITH_PARENT
 if TYPE_CHECKING:
     import httpx
     import uvicorn
+    from flwr.cli import install as flwr_install
     from flwr.supercore import sql_mixin
     from flwr.supercore.superexec.executor import subprocess_executor
     from flwr.superlink import main as superlink
+    from flwr.superlink.cli import flower_superlink
     from flwr.supernode import cli as supernode_cli, fleet_http_client, start_client_internal
+
+    from kindred.client import journal
 
     from . import guard
 else:
@@ -43,7 +53,8 @@ else:
     uvicorn, superlink, sql_mixin = lazy("uvicorn"), lazy("flwr.superlink.main"), lazy("flwr.supercore.sql_mixin")
     start_client_internal, supernode_cli = lazy("flwr.supernode.start_client_internal"), lazy("flwr.supernode.cli")
     subprocess_executor = lazy("flwr.supercore.superexec.executor.subprocess_executor")
-    guard = lazy("kindred.server_app.deployment.guard")
+    flower_superlink, flwr_install = lazy("flwr.superlink.cli.flower_superlink"), lazy("flwr.cli.install")
+    guard, journal = lazy("kindred.server_app.deployment.guard"), lazy("kindred.client.journal")
 
 # In the environment of a SuperNode: the file descriptor to which `persist` writes.
 CONTACT = "KINDRED_CONTACT"
@@ -54,16 +65,24 @@ LONGEST_LINE = 500  # bytes; a pipe takes a line of this length in one piece
 # How long in ms a request waits for the SuperLink's database; Flower's clients wait 30 s for the answer.
 DATABASE_PATIENCE = "25000"
 
-# Runs a command of Flower's. It ends, with all that it started, when the process whose id is its first argument ends,
-# even by SIGKILL.
-START = f"""{END_WITH_PARENT}
-import runpy
+# Runs a hook and a command of Flower's.
+RUN = """
+import runpy, sys
 hook = sys.argv.pop(1)
 if hook:
     from kindred.server_app.deployment import hooks
     getattr(hooks, hook)()
 sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+# It also ends, with all that it started, when the process whose id is its first argument ends, even by SIGKILL.
+START = f"{END_WITH_PARENT}{RUN}"
+
+# Runs before FORKS in the same process.
+WHOLE = """
+from kindred.server_app.deployment import hooks
+hooks.unpack_whole()
 """
 
 # Starts a process for each line of arguments that it reads, until its input ends.
@@ -81,6 +100,8 @@ for line in sys.stdin:
         sys.argv = json.loads(line)
         sys.exit(flwr_clientapp())
 """
+
+SUPEREXEC_PAUSE = 5.0  # s before a SuperLink starts its flower-superexec again
 
 # Pauses of a SuperNode, in s. The longer it has had no message, the longer it waits before it asks again, up to
 # Flower's 3 s. So a round takes at most a tenth longer, and many waiting sites do not keep the server busy.
@@ -101,13 +122,17 @@ def command(script: str, arguments: Sequence[str], hook: Callable[[], None] | No
     return [sys.executable, "-P", "-c", START, str(os.getpid()), hook.__name__ if hook else "", script, *arguments]
 
 
+def _beside(name: str) -> str:
+    """Return the path of another of Flower's scripts."""
+    return os.path.join(os.path.dirname(sys.argv[0]), name)
+
+
 def quicken_supernode() -> None:
     """Shorten the pauses of the SuperNode that this process will start, and the start of its clients."""
     pauses = Pauses()
 
     def start_superexec(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-        script = os.path.join(os.path.dirname(sys.argv[0]), arguments[0])  # beside flower-supernode
-        pauses.superexec = subprocess.Popen(command(script, arguments[1:], warm_up))
+        pauses.superexec = subprocess.Popen(command(_beside(arguments[0]), arguments[1:], warm_up))
         return pauses.superexec
 
     vars(start_client_internal).update(time=pauses, subprocess=SimpleNamespace(Popen=start_superexec))
@@ -123,9 +148,9 @@ def persist(contact: int) -> None:
     Parameters
     ----------
     contact : int
-        File descriptor. A heartbeat that the server accepts writes an empty line there, unless the last request for a
-        message failed. A request to take part, for a message, or with a heartbeat that fails writes a line that says
-        why. So a working SuperNode writes something at least once in a minute.
+        File descriptor. A heartbeat or a request to take part that the server accepts writes an empty line there,
+        unless the last request for a message failed. One of the three that fails writes a line that says why. So a
+        working SuperNode writes something at least once in a minute.
     """
     client, main = fleet_http_client.FleetHttpClient, supernode_cli.flower_supernode.__globals__
     request, start, failing = client._unary_unary, main["start_client_internal"], set()
@@ -144,17 +169,17 @@ def persist(contact: int) -> None:
             if path.endswith(SIGNING_ON + SIGNING_OFF) or (status and (status < 500 or path not in (PULL, HEARTBEAT))):
                 raise
             raise httpx.ReadError("no answer") from error  # which Flower tries again
-        if path in failing or path == HEARTBEAT:
-            failing.discard(path)
-            if not failing:
-                tell("")
+        known = path in failing
+        failing.discard(path)
+        if not failing and (known or path == HEARTBEAT or path.endswith(SIGNING_ON)):
+            tell("")
         return reply
 
     def start_and_end(**settings: Any) -> None:
         start(**settings)
         os._exit(1)  # the main loop has ended by an error; another thread would keep the process
 
-    client._unary_unary = request_or_retry  # type: ignore[method-assign, assignment]
+    client._unary_unary = request_or_retry  # type: ignore[method-assign]
     main["start_client_internal"] = start_and_end
 
 
@@ -190,7 +215,7 @@ def warm_up() -> None:
         return
 
     def start_forks() -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-P", "-c", FORKS], stdin=subprocess.PIPE)
+        return subprocess.Popen([sys.executable, "-P", "-c", WHOLE + FORKS], stdin=subprocess.PIPE)
 
     forks = start_forks()
 
@@ -230,5 +255,74 @@ def guard_superlink() -> None:
         guarded.add_middleware(guard.Guard, names=guard.server_names(config.host, config.ssl_certfile))
         return guarded
 
+    def start_superexec(arguments: Sequence[str], **settings: Any) -> SuperExec:
+        run = [sys.executable, "-P", "-c", RUN, unpack_server_apps.__name__, _beside(arguments[0]), *arguments[1:]]
+        return SuperExec(lambda: subprocess.Popen(run, **settings))
+
+    names = SimpleNamespace(Popen=start_superexec, TimeoutExpired=subprocess.TimeoutExpired)
+    vars(flower_superlink).update(subprocess=names)
     vars(superlink).update(create_app=create_guarded_app)
     uvicorn.run = partial(serve, http=guard.Connection, ws="none")
+
+
+class SuperExec(threading.Thread):
+    """The process of a SuperLink that starts the runs; it is started again when it ends, for example on a full disk."""
+
+    def __init__(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
+        super().__init__(daemon=True)
+        self._restart, self._process, self._over = start, start(), threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Start the process again until `terminate` is called."""
+        while True:
+            code = self._process.wait()
+            if self._over.wait(SUPEREXEC_PAUSE):
+                return
+            print(
+                f"kindred: flower-superexec ended with code {code}, and is started again", file=sys.stderr, flush=True
+            )
+            self._process = self._restart()
+
+    def terminate(self) -> None:
+        """Ask the process to end."""
+        self._over.set()
+        self._process.terminate()
+
+    def wait(self, timeout: float) -> int:
+        """Return the process's exit code."""
+        return self._process.wait(timeout)
+
+
+def unpack_server_apps() -> None:
+    """Start the processes of ServerApps with `unpack_whole`."""
+
+    def start(arguments: Sequence[str], **settings: Any) -> subprocess.Popen[bytes]:
+        if arguments[0] == "flwr-serverapp":
+            script = _beside(arguments[0])
+            arguments = [sys.executable, "-P", "-c", RUN, unpack_whole.__name__, script, *arguments[1:]]
+        return subprocess.Popen(arguments, **settings)
+
+    vars(subprocess_executor).update(subprocess=SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
+
+
+def unpack_whole() -> None:
+    """Unpack a run's app into a temporary folder first."""
+    install = flwr_install.validate_and_install
+
+    def install_whole(app: Path, fab_hash: str, fab_name: str | None, into: Path | None, *more: bool) -> Path:
+        apps = (into or flwr_install.get_flwr_home()) / flwr_install.APP_DIR
+        if any(apps.glob(f"*.{fab_hash[: flwr_install.FAB_HASH_TRUNCATION]}")):  # it is there, and is only named
+            return install(app, fab_hash, fab_name, into, *more)
+        try:
+            apps.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=apps) as folder:
+                made = install(app, fab_hash, fab_name, Path(folder), *more)
+                return made.rename(apps / made.name)
+        except OSError as error:
+            problem = f"the run's app cannot be unpacked ({error.strerror})"
+            if path := os.environ.get(journal.JOURNAL):
+                journal.append(path, {"kind": journal.CONNECTION, "problem": f"{problem} in {apps}"})
+            raise RuntimeError(problem) from None
+
+    vars(flwr_install).update(validate_and_install=install_whole)
