@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     import httpx
     import uvicorn
     from flwr.cli import install as flwr_install
-    from flwr.supercore import sql_mixin
+    from flwr.common import constant
+    from flwr.supercore import sql_mixin, utils
     from flwr.supercore.superexec.executor import subprocess_executor
     from flwr.superlink import main as superlink
     from flwr.superlink.cli import flower_superlink
@@ -54,12 +55,13 @@ else:
     start_client_internal, supernode_cli = lazy("flwr.supernode.start_client_internal"), lazy("flwr.supernode.cli")
     subprocess_executor = lazy("flwr.supercore.superexec.executor.subprocess_executor")
     flower_superlink, flwr_install = lazy("flwr.superlink.cli.flower_superlink"), lazy("flwr.cli.install")
+    constant, utils = lazy("flwr.common.constant"), lazy("flwr.supercore.utils")
     guard, journal = lazy("kindred.server_app.deployment.guard"), lazy("kindred.client.journal")
 
 # In the environment of a SuperNode: the file descriptor to which `persist` writes.
 CONTACT = "KINDRED_CONTACT"
 PULL, HEARTBEAT = "/v1/fleet/pull-messages", "/v1/fleet/send-node-heartbeat"
-SIGNING_ON, SIGNING_OFF = ("register-node", "activate-node"), ("deactivate-node", "unregister-node")  # ends of paths
+SIGNING_ON, SIGNING_OFF = ("/register-node", "/activate-node"), ("/deactivate-node", "/unregister-node")
 LONGEST_LINE = 500  # bytes; a pipe takes a line of this length in one piece
 
 # How long in ms a request waits for the SuperLink's database; Flower's clients wait 30 s for the answer.
@@ -311,8 +313,8 @@ def unpack_whole() -> None:
     install = flwr_install.validate_and_install
 
     def install_whole(app: Path, fab_hash: str, fab_name: str | None, into: Path | None, *more: bool) -> Path:
-        apps = (into or flwr_install.get_flwr_home()) / flwr_install.APP_DIR
-        if any(apps.glob(f"*.{fab_hash[: flwr_install.FAB_HASH_TRUNCATION]}")):  # it is there, and is only named
+        apps = (into or utils.get_flwr_home()) / constant.APP_DIR
+        if any(apps.glob(f"*.{fab_hash[: constant.FAB_HASH_TRUNCATION]}")):  # it is there, and is only named
             return install(app, fab_hash, fab_name, into, *more)
         try:
             apps.mkdir(parents=True, exist_ok=True)

@@ -67,7 +67,7 @@ def keep_running(
 
     with processes_that_end() as mark:
         pause, heard = FIRST_PAUSE, -math.inf
-        _report_faults(link, report)
+        reported = _report_faults(link, report)
         while True:
             began = time.monotonic()
             shutil.rmtree(home / APP_DIR, ignore_errors=True)  # what is unpacked there may be incomplete
@@ -75,25 +75,31 @@ def keep_running(
             with open(reading, "rb", 0) as contact:
                 with open(writing, "wb"):
                     supernode = start_process(
-                        command(), {**settings, hooks.CONTACT: str(writing)}, home, mark, hooks.quicken_supernode,
-                        stderr=subprocess.PIPE, pass_fds=[writing],
+                        command(), settings, home, mark, hooks.quicken_supernode, stderr=subprocess.PIPE,
+                        contact=writing,
                     )  # fmt: skip
                 output = Output(cast("BufferedReader", supernode.stderr))  # a pipe
-                heard = max(heard, _watch(supernode, contact, home, link, report))
+                heard = max(heard, _watch(supernode, contact, home, link, report, reported))
             kill_processes(mark)  # also the processes that it started, such as a client that works on a message
             code = supernode.wait()
             output.join(GRACE)
             now = time.monotonic()
             if now - began > STEADY or (NOT_ACTIVATED in output.end and now - heard < HELD):
                 pause = FIRST_PAUSE
-            report(f"flower-supernode ended with code {code}, and is started again in {pause:g} s")
-            _report_faults(link, report, output.end if code >= 0 else None)  # below 0: a signal killed it
+            report(ended := f"flower-supernode ended with code {code}, and is started again in {pause:g} s")
+            # Below 0: a signal killed it.
+            reported = {ended, *_report_faults(link, report, output.end if code >= 0 else None)}
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def _watch(
-    supernode: subprocess.Popen[bytes], contact: FileIO, home: Path, link: Link, report: Callable[..., None]
+    supernode: subprocess.Popen[bytes],
+    contact: FileIO,
+    home: Path,
+    link: Link,
+    report: Callable[..., None],
+    reported: set[str],
 ) -> float:
     """Return when a SuperNode has ended, or has been silent for so long that it is asked to end.
 
@@ -103,22 +109,26 @@ def _watch(
     ----------
     contact : FileIO
         What `hooks.persist` writes.
+    reported : set of str
+        The reasons that have been reported and are not over.
 
     Returns
     -------
     float
         When the server last accepted a heartbeat, by `time.monotonic`.
     """
-    accepted, heard, reported, full = -math.inf, time.monotonic(), set[str](), False
-    while time.monotonic() - heard < SILENCE:
+    accepted, heard, full = -math.inf, time.monotonic() + SILENCE, False  # to start may take long
+    while True:
         lack = lack_of_space(home)
         if bool(lack) != full:
             full = not full
             report(lack or f"the disk of {home} has room again", not full)
         if not select.select([contact], [], [], LOOK)[0]:
+            if time.monotonic() - heard > SILENCE:
+                break
             continue
         if not (lines := contact.read(KEPT)):
-            return accepted
+            return accepted  # it has ended
         heard, error = time.monotonic(), lines.decode(errors="replace").split("\n")[-2]
         if error:
             for line in _faults(link) or [f"{link.address} does not answer the SuperNode: {error}"]:
@@ -128,7 +138,7 @@ def _watch(
             continue
         accepted = heard
         if reported:
-            report(f"{link.address} answers the SuperNode again", True)
+            report(f"{link.address} answers the SuperNode", True)
             reported.clear()
     report(f"flower-supernode runs, but has sent nothing for {SILENCE:g} s, and is ended")
     supernode.terminate()  # it signs off at the SuperLink
@@ -156,9 +166,11 @@ class Output(threading.Thread):
                     sys.stderr.buffer.flush()
 
 
-def _report_faults(link: Link, report: Callable[[str], None], output: bytes | None = None) -> None:
-    for fault in _faults(link, output):
+def _report_faults(link: Link, report: Callable[[str], None], output: bytes | None = None) -> set[str]:
+    found = _faults(link, output)
+    for fault in found:
         report(fault)
+    return set(found)
 
 
 def _faults(link: Link, output: bytes | None = None) -> list[str]:

@@ -15,7 +15,7 @@ MOST_MESSAGES, MOST_FAULTS, MOST_RUNS = 200, 50, 5  # on the page: the latest on
 RELOAD_SECONDS = 5.0  # after which a browser reloads the page
 ADVICE = {
     INTRODUCTION: "The site takes no part until this is fixed; it is then asked again, without a restart.",
-    NOTICE: "Fix what it names. An excluded site is asked again, without a restart.",
+    NOTICE: "Fix what it names. An excluded site is asked again; for another option, restart `kindred site`.",
     TRAINING: "The server received this error in place of a reply; the round continues without the site.",
     EVALUATION: "The server received this error in place of a reply; the round continues without the site.",
     CONNECTION: "`kindred site` keeps trying.",
