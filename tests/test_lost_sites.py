@@ -20,7 +20,6 @@ import psutil
 import pytest
 
 from kindred.server_app.deployment.files import LEAST_FREE
-from kindred.server_app.deployment.supernode import SILENCE
 
 from .background_commands import KINDRED, PATIENCE, Machines, free_port, wait_until
 from .deployment_commands import kindred, write_digits
@@ -197,13 +196,6 @@ def test_a_moment_of_status_500_and_the_site_trains_again(hospital) -> None:
     hospital.front.spoil(None)
     hospital.trains(BACK)
     assert any("status 500" in entry.get("problem", "") for entry in hospital.journal())
-
-
-def test_a_supernode_that_runs_but_does_nothing_is_started_again(hospital) -> None:
-    hospital.supernode("lyon").suspend()
-    hospital.start_run()
-    hospital.trains(SILENCE + BACK)
-    assert any("has sent nothing for 60 s" in entry.get("problem", "") for entry in hospital.journal())
 
 
 def test_a_full_disk_of_a_site_is_named_and_the_site_trains_again(hospital) -> None:
