@@ -46,6 +46,7 @@ from .client.visit import Visit
 from .engine.admission import Refused, Reply
 from .engine.arguments import Shared
 from .engine.collaboration import Collaboration
+from .engine.introductions import UntilRestart
 from .engine.layout import Layout
 from .engine.strategy import PersonalizedStrategy
 from .errors import Reportable
@@ -385,12 +386,12 @@ class PerFedCKT(PersonalizedStrategy):
             sets = [each for each in stated.values() if each is not None and self._expected in (None, each[0])]
             if not sets:
                 wanted = f", expected {self._expected}" if self._expected else ""
-                return reasons | {client: f"it has {_described(each)}{wanted}" for client, each in stated.items()}
+                return reasons | {client: _lacking(each, wanted) for client, each in stated.items()}
             self.public_set = max(sets, key=sets.count)  # at a tie the first, which is that of the first client
             log(INFO, "kindred: clients must have %s", _described(self.public_set))
         for client, public_set in stated.items():
             if public_set != self.public_set:
-                reasons[client] = f"it has {_described(public_set)}, expected {_described(self.public_set)}"
+                reasons[client] = _lacking(public_set, f", expected {_described(self.public_set)}")
         return reasons
 
     def newcomer_visits(self, rounds: int) -> int:
@@ -517,6 +518,12 @@ def _stated_set(about: Mapping[str, Any]) -> PublicSet | None:
 
 def _is_size(number: object) -> TypeGuard[int]:
     return isinstance(number, int) and 1 <= number <= MOST_PUBLIC
+
+
+def _lacking(public_set: PublicSet | None, wanted: str) -> str:
+    """Return why a client with another public set, or with none, cannot take part."""
+    reason = f"it has {_described(public_set)}{wanted}"
+    return UntilRestart(reason) if public_set is None else reason
 
 
 def _described(public_set: PublicSet | None) -> str:

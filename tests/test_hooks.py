@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
+from flwr.cli import install
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest, PullMessagesRequest
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.message_pb2 import PushObjectRequest
 from flwr.supercore.constant import TaskType
 from flwr.supercore.superexec.executor import subprocess_executor
 from flwr.supercore.superexec.executor.types import ExecutionSpec
 from flwr.supernode import start_client_internal
+from flwr.supernode.cli import flower_supernode
+from flwr.supernode.fleet_http_client import FleetHttpClient
 
+from kindred.client import journal
 from kindred.server_app.deployment import hooks
 
 from .background_commands import PATIENCE, wait_until
@@ -169,3 +182,125 @@ def test_a_supernode_has_these_pauses_and_a_warm_process(monkeypatch) -> None:
     assert start_client_internal.time.superexec == "the process"
     (command,) = started
     assert command[-4:] == [str(os.getpid()), "warm_up", "/somewhere/bin/flower-superexec", "--insecure"]
+
+
+@pytest.fixture
+def app(tmp_path, monkeypatch) -> Callable[[], Path]:
+    """Unpack an app of two files with `unpack_whole`; return its folder."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(install, "validate_and_install", install.validate_and_install)  # restored at the end
+    hooks.unpack_whole()
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "LICENSE").write_text("free")
+    (source / "pyproject.toml").write_text(
+        '[project]\nname = "app"\nversion = "1.0.0"\nlicense = "MIT"\n[tool.flwr.app]\npublisher = "us"\n'
+        '[tool.flwr.app.components]\nserverapp = "a:b"\nclientapp = "a:b"\n'
+    )
+    return lambda: install.validate_and_install(source, "0123456789", None, None, True)
+
+
+def test_an_app_that_does_not_fit_on_the_disk_leaves_nothing_and_is_unpacked_later(app, tmp_path, monkeypatch) -> None:
+    written = []
+
+    def full(source, target):
+        written.append(Path(target).write_bytes(b""))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
+
+    monkeypatch.setenv(journal.JOURNAL, str(tmp_path / "journal"))
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError) as raised:
+        patch.setattr(shutil, "copy2", full)
+        app()
+    assert str(raised.value) == "the run's app cannot be unpacked (No space left on device)"  # without a path
+    apps = tmp_path / "home" / "apps"
+    assert written and list(apps.iterdir()) == []
+    assert str(apps) in json.loads((tmp_path / "journal").read_text())["problem"]
+    folder = app()
+    assert folder == app() and list(apps.iterdir()) == [folder]
+    assert sorted(path.name for path in folder.iterdir()) == ["LICENSE", "pyproject.toml"]
+
+
+def test_an_app_that_is_unpacked_is_used_although_the_disk_is_full(app, monkeypatch) -> None:
+    folder = app()
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda *_: pytest.fail("a write"))
+    assert app() == folder
+
+
+def test_the_process_that_starts_runs_is_started_again_until_it_is_asked_to_end(monkeypatch, capfd) -> None:
+    monkeypatch.setattr(hooks, "SUPEREXEC_PAUSE", 0.1)
+    started = []
+
+    def start() -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        return started[-1]
+
+    superexec = hooks.SuperExec(start)
+    started[0].kill()
+    wait_until(lambda: len(started) == 2)
+    assert "flower-superexec ended with code -9, and is started again" in capfd.readouterr().err
+    superexec.terminate()
+    assert superexec.wait(PATIENCE) == -signal.SIGTERM
+    superexec.join(PATIENCE)
+    assert len(started) == 2 and not superexec.is_alive()
+
+
+class Fleet(httpx.BaseTransport):
+    """Answers each path with a status, or with an error that it raises."""
+
+    def __init__(self, answers: dict[str, int | Exception]) -> None:
+        self.answers = answers
+
+    def handle_request(self, request):
+        answer = self.answers.get(request.url.path.rpartition("/")[2], 200)
+        if isinstance(answer, Exception):
+            raise answer
+        return httpx.Response(answer, request=request)
+
+
+NO_TLS = httpx.ConnectError("[SSL: WRONG_VERSION_NUMBER] wrong version number")
+
+
+@pytest.mark.parametrize(
+    ("call", "request_", "path", "answer", "raised"),
+    [
+        ("PullMessages", PullMessagesRequest, "pull-messages", NO_TLS, httpx.ReadError),
+        ("PullMessages", PullMessagesRequest, "pull-messages", 500, httpx.ReadError),
+        ("SendNodeHeartbeat", SendNodeHeartbeatRequest, "send-node-heartbeat", 500, httpx.ReadError),
+        ("SendNodeHeartbeat", SendNodeHeartbeatRequest, "send-node-heartbeat", 401, httpx.HTTPStatusError),
+        ("PushObject", PushObjectRequest, "push-object", NO_TLS, httpx.ReadError),
+        ("PushObject", PushObjectRequest, "push-object", 500, httpx.HTTPStatusError),
+        ("ActivateNode", ActivateNodeRequest, "activate-node", NO_TLS, httpx.ConnectError),
+        ("DeactivateNode", DeactivateNodeRequest, "deactivate-node", NO_TLS, httpx.ConnectError),
+    ],
+)
+def test_flower_tries_again_after_errors_that_would_end_a_supernode(
+    call, request_, path, answer, raised, monkeypatch
+) -> None:
+    """Flower tries again after a ReadError, unless its text is about TLS."""
+    monkeypatch.setattr(FleetHttpClient, "_unary_unary", FleetHttpClient._unary_unary)  # restored at the end
+    main = flower_supernode.__globals__
+    monkeypatch.setitem(main, "start_client_internal", main["start_client_internal"])
+    reading, writing = os.pipe()
+    with open(reading, "rb", 0) as contact, open(writing, "wb"):
+        hooks.persist(writing)
+        client = FleetHttpClient("https://server")
+        client._client = httpx.Client(transport=Fleet({path: answer}))
+        with pytest.raises(raised) as error:
+            getattr(client, call)(request_())
+        assert raised is not httpx.ReadError or "SSL" not in str(error.value)
+        client._client = httpx.Client(transport=Fleet({}))
+        client.SendNodeHeartbeat(SendNodeHeartbeatRequest())
+        said = contact.read(4096).decode().splitlines()
+    told = path in ("pull-messages", "send-node-heartbeat", "activate-node")
+    assert [bool(line) for line in said] == [True] * told + [False] * (path == "send-node-heartbeat" or not told)
+    assert not told or ("SSL" if answer is NO_TLS else str(answer)) in said[0]
+
+
+def test_a_supernode_whose_main_loop_ends_ends_too(monkeypatch) -> None:
+    main, codes = flower_supernode.__globals__, []
+    monkeypatch.setattr(FleetHttpClient, "_unary_unary", FleetHttpClient._unary_unary)
+    monkeypatch.setitem(main, "start_client_internal", lambda **settings: codes.append(settings))
+    monkeypatch.setattr(os, "_exit", codes.append)
+    hooks.persist(1)
+    main["start_client_internal"](insecure=True)
+    assert codes == [{"insecure": True}, 1]

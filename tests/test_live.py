@@ -27,9 +27,20 @@ from kindred.engine.status import RUNS, Status
 from kindred.messages import CONFIG, IDENTITY_QUERY, PROBLEM, REFUSAL_QUERY, VERSION_KEY
 from kindred.server_app.app import run as run_app
 from kindred.server_app.config import Config
+from kindred.server_app.deployment import site_page
 from kindred.server_app.deployment.site_page import SitePage
 from kindred.server_app.deployment.watch import TOKEN_FILE, serve_runs
-from kindred.server_app.report.live import NEVER, OFFLINE, ONLINE, WITHDRAWN, Node, doing, has_ended, live_content
+from kindred.server_app.report.live import (
+    NEVER,
+    OFFLINE,
+    ONLINE,
+    WITHDRAWN,
+    Node,
+    doing,
+    has_ended,
+    live_content,
+    outcome,
+)
 from kindred.server_app.report.site import site_content
 from kindred.versions import VERSION
 
@@ -135,6 +146,7 @@ def test_a_run_whose_process_is_dead_and_not_yet_waited_for_has_ended() -> None:
         process.kill()
         wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
         assert has_ended(about)
+        assert outcome(about) == "ended early"
 
 
 # --- Who may read the page -------------------------------------------------------------------------------
@@ -192,6 +204,7 @@ def test_on_loopback_the_latest_run_and_every_earlier_one_have_a_page_and_nothin
         assert now["left"] == pytest.approx(8 / 2 * found["figures"]["seconds"])
         assert [run[0] for run in now["runs"]] == ["run 6", "run 5"]
         assert now["runs"][1][2:] == ["failed", "run/5/"]
+        assert now["problems"] == []
         status, headers, body = ask("/data.json")
         assert json.loads(body)["now"] == now
         assert ask("/data.json", **{"If-None-Match": headers["ETag"]})[0] == 304
@@ -314,6 +327,40 @@ def test_the_journal_has_what_left_the_site_and_the_page_shows_it(tmp_path, monk
     assert found["lines"] == ["lyon: 60 images"]
 
 
+def test_an_entry_that_does_not_fit_on_the_disk_changes_nothing(tmp_path) -> None:
+    """The process may write 80 bytes to a file, more than one entry and less than two."""
+    code = f"""
+import resource, signal
+from kindred.client.journal import append
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (80, 80))
+print([append({str(tmp_path / "journal")!r}, {{"problem": "no TLS"}}) for _ in range(3)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[True, False, False]\n"
+    assert json.loads((tmp_path / "journal").read_text())["problem"] == "no TLS"
+
+
+def test_a_fault_while_the_disk_is_full_is_on_the_page_later_and_so_is_its_end(tmp_path, monkeypatch) -> None:
+    page = SitePage("lyon", tmp_path, {"lines": [], "classes": []})
+    with monkeypatch.context() as patch:
+        patch.setattr(site_page, "append", lambda *_: False)
+        page.fault("the disk has less than 100 MB left")
+        before = time.time()
+    page.write()
+    assert journal_of(page)[0]["at"] < before
+    assert data_of(page.path.read_text())["doing"] == "the disk has less than 100 MB left"
+    page.fault("the disk has room again", over=True)
+    page.write()
+    content = data_of(page.path.read_text())
+    assert content["doing"] == "the disk has room again"
+    assert [text for _, _, text, _ in content["faults"]] == ["the disk has less than 100 MB left"]
+
+
+def journal_of(page: SitePage) -> list[dict[str, object]]:
+    return [json.loads(line) for line in page.journal.read_text().splitlines()]
+
+
 def test_a_malformed_message_spoils_neither_the_journal_nor_the_page(tmp_path, monkeypatch) -> None:
     page = SitePage("lyon", tmp_path, {"lines": [], "classes": []})
     monkeypatch.setenv(journal.JOURNAL, str(page.journal))
@@ -354,6 +401,8 @@ def test_the_page_of_the_runs_follows_the_status_and_fits(browser, tmp_path, wid
     with server.serving(), opened(browser, f"http://127.0.0.1:{server.server_port}/", width) as tab:
         assert tab.text_content("#doing") == "Round 3/10: lyon trains, oslo answered."
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        server.runs.problems = ["flower-superexec has ended"]
+        tab.wait_for_selector("[role=alert]:has-text('Flower-superexec has ended.')")
         assert tab.locator("td", has_text="excluded: images are 1x10x10").count() == 1
         assert tab.locator("svg[aria-label^='Every client']").count() == 1
         path = state / "runs" / "6.json"

@@ -15,6 +15,7 @@ from kindred import InlineGrid, PerFedCKT, Site, TooFewClients, make_client_app,
 from kindred.baselines.local import Local
 from kindred.client.models import MODELS
 from kindred.client.training import get_arrays, train
+from kindred.engine.introductions import UntilRestart
 from kindred.messages import in_order, to_record
 from kindred.perfed_ckt import (
     cluster_logits,
@@ -336,6 +337,15 @@ def test_the_requested_public_set_is_used_and_not_the_first_one_reported() -> No
     assert "expected the public set 3-beef" in strategy.history.left_out[1001]
     with pytest.raises(TooFewClients, match="it has the public set 3-cafe .*, expected 3-dead"):
         run_plain(public_set="3-dead")
+
+
+def test_a_site_without_a_public_set_is_excluded_until_it_is_started_again() -> None:
+    """It gets the set by an option; another set may be replaced while it runs."""
+    strategy = PerFedCKT(num_clusters=2, public_set="3-beef")
+    strategy.begin(ArrayRecord())
+    about = {"num-examples": 10, "num-classes": 4, "num-public": 12}
+    reasons = strategy.introduce({0: about, 1: about | {"public-set": "3-cafe"}})
+    assert [isinstance(reasons[client], UntilRestart) for client in (0, 1)] == [True, False]
 
 
 class DeafGrid(InlineGrid):

@@ -8,14 +8,15 @@ import time
 
 import httpx
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
+from flwr.proto.node_pb2 import NodeInfo
 
 from kindred import InlineGrid, Local, TooFewClients
 from kindred.engine.admission import Refused
 from kindred.engine.roster import Roster
 from kindred.engine.transport import PATIENCE, pull, source_of
-from kindred.messages import REFUSAL_QUERY
+from kindred.messages import IDENTITY_QUERY, REFUSAL_QUERY
 from kindred.packing import packed, unpacked, unpacking
 from kindred.versions import VERSION
 
@@ -516,3 +517,66 @@ def test_a_roster_names_the_missing_among_known_clients() -> None:
     roster.restore({"strikes": {}, "resting": {}, "kept-names": {"oslo", "lyon"}})
     missing = roster._missing_clients(InlineGrid(plain_app(), 0), [])
     assert missing == "; client lyon is not connected; client oslo is not connected"
+
+
+class Sharing(Local):
+    """A method in which all clients share their models."""
+
+    name = "local"
+    needs_shared_models = True
+
+
+class Reconnecting(Network):
+    """Counts the introductions that are asked of each node, and says when each has connected."""
+
+    def __init__(self, app, num_clients: int) -> None:
+        super().__init__(app, num_clients)
+        self.asked: list[int] = []
+        self.connected = "12:00"
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        self.asked += [m.metadata.dst_node_id for m in messages if m.metadata.message_type == IDENTITY_QUERY]
+        return super().push_messages(messages)
+
+    def get_nodes(self):
+        return [NodeInfo(node_id=node, last_activated_at=self.connected) for node in self.get_node_ids()]
+
+
+def test_a_site_with_an_option_that_excludes_it_is_asked_again_only_when_it_has_been_started_again(monkeypatch) -> None:
+    monkeypatch.setattr(FAR_AWAY, lambda grid: False)
+    about = {1: {"share-model": False}, 2: {"num-examples": 0}}
+    grid, strategy = Reconnecting(introduced_app(about), 4), Sharing()
+
+    def on_round(server_round: int) -> None:
+        if server_round == 3:
+            assert grid.asked.count(1002) == 1 and grid.asked.count(1003) == 3  # its data may have been corrected
+            assert [node for node, _ in grid.refusals].count(1002) == 1
+            assert 1 in strategy.history.left_out
+            grid.connected = "12:01"
+            about.clear()
+
+    strategy.start(grid, initial(), 4, on_round=on_round)
+    assert strategy.clients() == [0, 1, 2, 3] and strategy.history.left_out == {}
+
+
+def test_a_site_that_cannot_unpack_or_load_the_app_is_excluded_with_the_reason(monkeypatch) -> None:
+    monkeypatch.setattr(FAR_AWAY, lambda grid: False)
+    full = "the run's app cannot be unpacked (No space left on device)"
+
+    class Full(Network):
+        faults = {1002: (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, full), 1003: (ErrorCode.INVALID_FAB, "it holds code")}
+
+        def _answer(self, message):
+            fault = self.faults.get(message.metadata.dst_node_id)
+            return Message(Error(*fault), reply_to=message) if fault else super()._answer(message)
+
+    grid, strategy, seen = Full(introduced_app({}), 4), Local(), []
+
+    def on_round(server_round: int) -> None:
+        seen.append(dict(strategy.history.left_out))
+        grid.faults = {}
+
+    strategy.start(grid, initial(), 2, on_round=on_round)
+    assert seen[0] == {1002: f"it cannot introduce itself: {full}", 1003: "it cannot introduce itself: it holds code"}
+    assert seen[1] == {} and strategy.clients() == [0, 1, 2, 3]

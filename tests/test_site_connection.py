@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
+import os
 import re
+import signal
 import ssl
 import subprocess
 import sys
@@ -15,6 +19,7 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -188,3 +193,66 @@ def test_the_output_of_a_supernode_is_passed_on_immediately_and_its_end_kept(cap
     process.wait()
     assert capfdbinary.readouterr().err == b" line\nlast\n"
     assert output.end == b"\nlast\n"
+
+
+def test_what_keeps_a_supernode_from_working_is_reported_once_and_a_silent_one_is_ended(monkeypatch) -> None:
+    said: list[tuple[str, bool]] = []
+    reasons, space = iter([["no TLS"], ["no TLS"], []]), iter(["", "full", "full"])
+    monkeypatch.setattr(supernode, "faults", lambda *_: next(reasons))
+    monkeypatch.setattr(supernode, "lack_of_space", lambda _: next(space, ""))
+    monkeypatch.setattr(supernode, "SILENCE", 0.2)
+    monkeypatch.setattr(supernode, "LOOK", 0.05)
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    reading, writing = os.pipe()
+    with open(reading, "rb", 0) as contact, open(writing, "wb", 0) as child:
+        threads = [threading.Timer(delay, child.write, [line]) for delay, line in enumerate(
+            [b"an error\n", b"\nan error\n", b"status 500\n", b"error\n\n"]
+        )]  # fmt: skip
+        for i, thread in enumerate(threads):
+            thread.interval = 0.1 * i
+            thread.start()
+        began = time.monotonic()
+        accepted = supernode._watch(
+            process, contact, Path("/home"), Link("fl", 8000), lambda line, over=False: said.append((line, over)), set()
+        )
+    assert process.wait(0) == -signal.SIGTERM
+    assert began < accepted < time.monotonic() - 0.2
+    reported = [line for line in said if "disk" not in line[0] and line[0] != "full"]
+    assert reported == [
+        ("no TLS", False),
+        ("fl:8000 does not answer the SuperNode: status 500", False),
+        ("fl:8000 answers the SuperNode", True),
+        ("flower-supernode runs, but has sent nothing for 0.2 s, and is ended", False),
+    ]
+    assert [line for line in said if line not in reported] == [
+        ("full", False),
+        ("the disk of /home has room again", True),
+    ]
+
+
+def test_a_killed_supernode_is_started_at_once_until_the_server_releases_its_key(tmp_path, monkeypatch, capfd) -> None:
+    """Later the pauses grow: a key may have been withdrawn."""
+
+    class Over(BaseException):
+        pass
+
+    clock, slept = [1000.0], []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        clock[0] += seconds + 10  # that a start takes
+        if len(slept) == 10:
+            raise Over
+
+    heard = iter([1000.0])
+    monkeypatch.setattr(supernode, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(supernode, "faults", lambda *_: [])
+
+    def start(*_, **__):
+        return SimpleNamespace(stderr=io.BufferedReader(io.BytesIO(supernode.NOT_ACTIVATED)), wait=lambda: 1)
+
+    monkeypatch.setattr(supernode, "start_process", start)
+    monkeypatch.setattr(supernode, "_watch", lambda *_: next(heard, -math.inf))
+    with pytest.raises(Over):
+        supernode.keep_running(list, {}, tmp_path, Link("fl", 8000), lambda *_: None)
+    assert slept == [1, 1, 1, 1, 1, 1, 1, 2, 4, 8]

@@ -81,7 +81,12 @@ def faults(link: Link, output: bytes | None = None) -> Iterator[str]:
                 received = time.time()
                 tls = answer.extensions["network_stream"].get_extra_info("ssl_object")
             if answer.status_code != 200:
-                yield f"{link.address} answers with status {answer.status_code}: it is not a kindred server"
+                what = (
+                    "it is tried again; see the log of `kindred server`, or of the proxy before it"
+                    if answer.status_code >= 500
+                    else "it is not a kindred server"
+                )
+                yield f"{link.address} answers with status {answer.status_code}: {what}"
                 return
             if tls:
                 server = x509.load_der_x509_certificate(tls.getpeercert(True))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kindred.files import make_private, partial_files, replacing
@@ -16,6 +17,8 @@ from kindred.server_app.cli.common import end
 
 # In the state folder of `kindred server`: the SuperLink's database, the names of registered keys, the runs' statuses.
 DATABASE, REGISTERED_FILE, RUNS_FOLDER = "superlink.db", "registered.json", "runs"
+
+LEAST_FREE = 100e6  # bytes; with less on its disk, a server or site says so
 
 
 def absolute_path(path: Path, option: str) -> Path:
@@ -79,6 +82,14 @@ def open_to_others(path: Path, *, private: bool = False) -> str | None:
             f"{path} has permissions {mode:04o}, allowed: such that nobody else can {others}; chmod {letters} {quoted}"
         )
     return None
+
+
+def lack_of_space(folder: Path) -> str:
+    """Return a line if the disk of a folder is nearly full, else ""."""
+    with suppress(OSError):  # the folder is gone
+        if shutil.disk_usage(folder).free < LEAST_FREE:
+            return f"the disk of {folder} has less than {LEAST_FREE / 1e6:.0f} MB left, make room there"
+    return ""
 
 
 def write_or_end(path: Path, content: bytes, mode: int = 0o600) -> None:

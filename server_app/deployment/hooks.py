@@ -3,11 +3,15 @@
 A hook is a function of this module. Such a process calls it before Flower's command begins:
 
 - `guard_superlink`: the SuperLink takes orders only from its own user, refuses apps with code of their own, strangers
-  cannot exhaust its memory, and a busy disk does not end its runs;
+  cannot exhaust its memory, a busy disk does not end its runs, and it starts its flower-superexec again;
 - `quicken_supernode`: after a message the SuperNode asks for the next one sooner than after Flower's 3 s; it refuses
-  apps with code of their own, and has `warm_up` called in the flower-superexec that it starts;
+  apps with code of their own, has `warm_up` called in the flower-superexec that it starts, and `persist` keeps it
+  working when the connection fails;
 - `warm_up`: the process that works on a message is a fork of one that has imported PyTorch and Flower. A new process
-  would spend seconds on these imports.
+  would spend seconds on these imports;
+- `unpack_server_apps`: a ServerApp's process starts with `unpack_whole`;
+- `unpack_whole`: a run's app is unpacked whole or not at all. On a full disk Flower leaves it in part, and then uses
+  that in all later runs.
 
 Each hook replaces a name in one of Flower's modules. So the hooks depend on the version of Flower that pyproject.toml
 names.
@@ -19,10 +23,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -32,40 +39,60 @@ from kindred.server_app.processes import END_WITH_PARENT
 # Each of Flower's processes imports only the modules that its own hook changes.
 if TYPE_CHECKING:
     import fastapi
+    import httpx
     import uvicorn
     from flwr import app as flower
+    from flwr.cli import install as flwr_install
     from flwr.common import constant
-    from flwr.supercore import sql_mixin
+    from flwr.supercore import sql_mixin, utils
     from flwr.supercore.superexec.executor import subprocess_executor
     from flwr.superlink import main as superlink
+    from flwr.superlink.cli import flower_superlink
     from flwr.superlink.servicer.control import control_handlers
-    from flwr.supernode import start_client_internal
+    from flwr.supernode import cli as supernode_cli, fleet_http_client, start_client_internal
 
     from kindred.client import journal
 
     from . import bundle, guard
 else:
-    fastapi, flower, constant = lazy("fastapi"), lazy("flwr.app"), lazy("flwr.common.constant")
+    fastapi, flower, httpx = lazy("fastapi"), lazy("flwr.app"), lazy("httpx")
+    fleet_http_client = lazy("flwr.supernode.fleet_http_client")
     control_handlers = lazy("flwr.superlink.servicer.control.control_handlers")
-    journal, bundle = lazy("kindred.client.journal"), lazy("kindred.server_app.deployment.bundle")
+    bundle = lazy("kindred.server_app.deployment.bundle")
     uvicorn, superlink, sql_mixin = lazy("uvicorn"), lazy("flwr.superlink.main"), lazy("flwr.supercore.sql_mixin")
-    start_client_internal = lazy("flwr.supernode.start_client_internal")
+    start_client_internal, supernode_cli = lazy("flwr.supernode.start_client_internal"), lazy("flwr.supernode.cli")
     subprocess_executor = lazy("flwr.supercore.superexec.executor.subprocess_executor")
-    guard = lazy("kindred.server_app.deployment.guard")
+    flower_superlink, flwr_install = lazy("flwr.superlink.cli.flower_superlink"), lazy("flwr.cli.install")
+    constant, utils = lazy("flwr.common.constant"), lazy("flwr.supercore.utils")
+    guard, journal = lazy("kindred.server_app.deployment.guard"), lazy("kindred.client.journal")
+
+# In the environment of a SuperNode: the file descriptor to which `persist` writes.
+CONTACT = "KINDRED_CONTACT"
+PULL, HEARTBEAT = "/v1/fleet/pull-messages", "/v1/fleet/send-node-heartbeat"
+SIGNING_ON, SIGNING_OFF = ("/register-node", "/activate-node"), ("/deactivate-node", "/unregister-node")
+LONGEST_LINE = 500  # bytes; a pipe takes a line of this length in one piece
 
 # How long in ms a request waits for the SuperLink's database; Flower's clients wait 30 s for the answer.
 DATABASE_PATIENCE = "25000"
 
-# Runs a command of Flower's. It ends, with all that it started, when the process whose id is its first argument ends,
-# even by SIGKILL.
-START = f"""{END_WITH_PARENT}
-import runpy
+# Runs a hook and a command of Flower's.
+RUN = """
+import runpy, sys
 hook = sys.argv.pop(1)
 if hook:
     from kindred.server_app.deployment import hooks
     getattr(hooks, hook)()
 sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+# It also ends, with all that it started, when the process whose id is its first argument ends, even by SIGKILL.
+START = f"{END_WITH_PARENT}{RUN}"
+
+# Runs before FORKS in the same process.
+WHOLE = """
+from kindred.server_app.deployment import hooks
+hooks.unpack_whole()
 """
 
 # Starts a process for each line of arguments that it reads, until its input ends.
@@ -83,6 +110,8 @@ for line in sys.stdin:
         sys.argv = json.loads(line)
         sys.exit(flwr_clientapp())
 """
+
+SUPEREXEC_PAUSE = 5.0  # s before a SuperLink starts its flower-superexec again
 
 # Pauses of a SuperNode, in s. The longer it has had no message, the longer it waits before it asks again, up to
 # Flower's 3 s. So a round takes at most a tenth longer, and many waiting sites do not keep the server busy.
@@ -103,17 +132,23 @@ def command(script: str, arguments: Sequence[str], hook: Callable[[], None] | No
     return [sys.executable, "-P", "-c", START, str(os.getpid()), hook.__name__ if hook else "", script, *arguments]
 
 
+def _beside(name: str) -> str:
+    """Return the path of another of Flower's scripts."""
+    return os.path.join(os.path.dirname(sys.argv[0]), name)
+
+
 def quicken_supernode() -> None:
     """Shorten the pauses of the SuperNode that this process will start, and the start of its clients."""
     pauses = Pauses()
 
     def start_superexec(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-        script = os.path.join(os.path.dirname(sys.argv[0]), arguments[0])  # beside flower-supernode
-        pauses.superexec = subprocess.Popen(command(script, arguments[1:], warm_up))
+        pauses.superexec = subprocess.Popen(command(_beside(arguments[0]), arguments[1:], warm_up))
         return pauses.superexec
 
     vars(start_client_internal).update(time=pauses, subprocess=SimpleNamespace(Popen=start_superexec))
     _refuse_apps()
+    if contact := os.environ.pop(CONTACT, ""):
+        persist(int(contact))
 
 
 def _refuse_apps() -> None:
@@ -152,6 +187,49 @@ def _refuse_apps() -> None:
     vars(start_client_internal).update(_pull_and_store_message=pull_checked)
 
 
+def persist(contact: int) -> None:
+    """Let the SuperNode that this process will start try again where Flower gives up, and say that it works.
+
+    At a TLS error, and at a status 500, Flower's main loop or its thread of heartbeats ends, and the process does not.
+
+    Parameters
+    ----------
+    contact : int
+        File descriptor. A heartbeat or a request to take part that the server accepts writes an empty line there,
+        unless the last request for a message failed. One of the three that fails writes a line that says why. So a
+        working SuperNode writes something at least once in a minute.
+    """
+    client, main = fleet_http_client.FleetHttpClient, supernode_cli.flower_supernode.__globals__
+    request, start, failing = client._unary_unary, main["start_client_internal"], set()
+
+    def tell(line: str) -> None:
+        os.write(contact, line.encode()[:LONGEST_LINE] + b"\n")
+
+    def request_or_retry(self: Any, *, path: str, **how: Any) -> Any:
+        try:
+            reply = request(self, path=path, **how)
+        except httpx.HTTPError as error:
+            status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else None
+            if path in (PULL, HEARTBEAT) or path.endswith(SIGNING_ON):
+                failing.add(path)
+                tell(str(error).partition("\n")[0] or type(error).__name__)
+            if path.endswith(SIGNING_ON + SIGNING_OFF) or (status and (status < 500 or path not in (PULL, HEARTBEAT))):
+                raise
+            raise httpx.ReadError("no answer") from error  # which Flower tries again
+        known = path in failing
+        failing.discard(path)
+        if not failing and (known or path == HEARTBEAT or path.endswith(SIGNING_ON)):
+            tell("")
+        return reply
+
+    def start_and_end(**settings: Any) -> None:
+        start(**settings)
+        os._exit(1)  # the main loop has ended by an error; another thread would keep the process
+
+    client._unary_unary = request_or_retry  # type: ignore[method-assign]
+    main["start_client_internal"] = start_and_end
+
+
 class Pauses:
     """Replacement for the module `time` in a SuperNode: shortens its pauses (3 s for a message, 0.5 s for a reply).
 
@@ -184,7 +262,7 @@ def warm_up() -> None:
         return
 
     def start_forks() -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-P", "-c", FORKS], stdin=subprocess.PIPE)
+        return subprocess.Popen([sys.executable, "-P", "-c", WHOLE + FORKS], stdin=subprocess.PIPE)
 
     forks = start_forks()
 
@@ -237,5 +315,75 @@ def guard_superlink() -> None:
         return read_config(app)
 
     vars(control_handlers).update(get_fab_config=read_checked_config)
+
+    def start_superexec(arguments: Sequence[str], **settings: Any) -> SuperExec:
+        run = [sys.executable, "-P", "-c", RUN, unpack_server_apps.__name__, _beside(arguments[0]), *arguments[1:]]
+        return SuperExec(lambda: subprocess.Popen(run, **settings))
+
+    names = SimpleNamespace(Popen=start_superexec, TimeoutExpired=subprocess.TimeoutExpired)
+    vars(flower_superlink).update(subprocess=names)
     vars(superlink).update(create_app=create_guarded_app)
     uvicorn.run = partial(serve, http=guard.Connection, ws="none")
+
+
+class SuperExec(threading.Thread):
+    """The process of a SuperLink that starts the runs; it is started again when it ends, for example on a full disk."""
+
+    def __init__(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
+        super().__init__(daemon=True)
+        self._restart, self._process, self._over = start, start(), threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Start the process again until `terminate` is called."""
+        while True:
+            code = self._process.wait()
+            if self._over.wait(SUPEREXEC_PAUSE):
+                return
+            print(
+                f"kindred: flower-superexec ended with code {code}, and is started again", file=sys.stderr, flush=True
+            )
+            self._process = self._restart()
+
+    def terminate(self) -> None:
+        """Ask the process to end."""
+        self._over.set()
+        self._process.terminate()
+
+    def wait(self, timeout: float) -> int:
+        """Return the process's exit code."""
+        return self._process.wait(timeout)
+
+
+def unpack_server_apps() -> None:
+    """Start the processes of ServerApps with `unpack_whole`."""
+
+    def start(arguments: Sequence[str], **settings: Any) -> subprocess.Popen[bytes]:
+        if arguments[0] == "flwr-serverapp":
+            script = _beside(arguments[0])
+            arguments = [sys.executable, "-P", "-c", RUN, unpack_whole.__name__, script, *arguments[1:]]
+        return subprocess.Popen(arguments, **settings)
+
+    vars(subprocess_executor).update(subprocess=SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
+
+
+def unpack_whole() -> None:
+    """Unpack a run's app into a temporary folder first."""
+    install = flwr_install.validate_and_install
+
+    def install_whole(app: Path, fab_hash: str, fab_name: str | None, into: Path | None, *more: bool) -> Path:
+        apps = (into or utils.get_flwr_home()) / constant.APP_DIR
+        if any(apps.glob(f"*.{fab_hash[: constant.FAB_HASH_TRUNCATION]}")):  # it is there, and is only named
+            return install(app, fab_hash, fab_name, into, *more)
+        try:
+            apps.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=apps) as folder:
+                made = install(app, fab_hash, fab_name, Path(folder), *more)
+                return made.rename(apps / made.name)
+        except OSError as error:
+            problem = f"the run's app cannot be unpacked ({error.strerror})"
+            if path := os.environ.get(journal.JOURNAL):
+                journal.append(path, {"kind": journal.CONNECTION, "problem": f"{problem} in {apps}"})
+            raise RuntimeError(problem) from None
+
+    vars(flwr_install).update(validate_and_install=install_whole)

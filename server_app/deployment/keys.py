@@ -89,7 +89,9 @@ def keys(
         "a site's machine needs ca.crt and the site's .key; ca.key only signs further certificates: keep it elsewhere"
     )
     if tree := next((parent for parent in folder.parents if (parent / ".git").exists()), None):
-        warn(f"{folder} is in the git work tree {tree}: its .gitignore keeps the keys out of commits; move it elsewhere")
+        warn(
+            f"{folder} is in the git work tree {tree}: its .gitignore keeps the keys out of commits; move it elsewhere"
+        )
 
 
 def parse_sites(text: str) -> list[str]:

@@ -74,13 +74,19 @@ def start_process(
     mark: str,
     hook: Callable[[], None],
     stderr: int | None = None,
+    contact: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Print a command of Flower's and start it; its output goes where this process writes, its errors to `stderr`."""
+    """Print a command of Flower's and start it; its output goes where this process writes, its errors to `stderr`.
+
+    `contact` is a file descriptor for `hooks.persist`.
+    """
     show_command(command, settings)
     script = os.path.join(sysconfig.get_path("scripts"), command[0])
+    passed = {} if contact is None else {hooks.CONTACT: str(contact)}
     return subprocess.Popen(
         hooks.command(script, command[1:], hook), stdin=subprocess.DEVNULL, stderr=stderr,
-        env=environment(settings, mark), cwd=directory, start_new_session=True,
+        pass_fds=[] if contact is None else [contact], env=environment(settings, mark) | passed, cwd=directory,
+        start_new_session=True,
     )  # fmt: skip
 
 

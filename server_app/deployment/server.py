@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import http.client
 import shlex
+import shutil
 import ssl
 import subprocess
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import psutil
 import typer
+from flwr.common.constant import APP_DIR
 
 from kindred.client.state import default_root
 from kindred.engine.roster import REGISTERED
@@ -45,6 +48,7 @@ from .files import (
     REGISTERED_FILE,
     RUNS_FOLDER,
     absolute_path,
+    lack_of_space,
     open_to_others,
     own_folder,
     write_or_end,
@@ -61,6 +65,7 @@ else:
     watch = lazy("kindred.server_app.deployment.watch")  # imports the report
 
 PORT = 8000  # Flower's
+SUPEREXEC = "flower-superexec"
 DAY = 86400.0  # s
 
 
@@ -138,6 +143,7 @@ def serve(
         if keys:
             settings[REGISTERED] = str(state / REGISTERED_FILE)
             registration = Registration(keys, settings, state, mark)
+        shutil.rmtree(state / APP_DIR, ignore_errors=True)  # what is unpacked there may be incomplete
         superlink = start_process(command, settings, state, mark, hooks.guard_superlink)
         wait_until_it_answers(superlink, reached, port, keys)
         if registration and not registration.look():
@@ -148,9 +154,15 @@ def serve(
             f"{users} here. To run:"
         )
         show_command(["flwr", "run", str(flower_app), CONNECTION, "--stream"], {"FLWR_HOME": str(state)})
-        with watch.serve_runs(state, watch_host, watch_port, keys).serving():
+        page = watch.serve_runs(state, watch_host, watch_port, keys)
+        with page.serving():
             pause, next_warning, renew = FIRST_PAUSE, 0.0, f"run `kindred keys renew {keys}`, then restart this"
             while superlink.poll() is None:
+                problems = [problem for problem in (lack_of_space(state), lack_of_superexec(superlink)) if problem]
+                for line in problems:
+                    if line not in page.runs.problems:
+                        warn(line)
+                page.runs.problems = problems
                 if keys and time.monotonic() >= next_warning:
                     next_warning = time.monotonic() + DAY
                     for line in ending(certificates, renew):
@@ -159,6 +171,15 @@ def serve(
                 if registration:
                     pause = FIRST_PAUSE if registration.look() else LONGEST_PAUSE
         end(1, f"flower-superlink ended with code {superlink.returncode}")
+
+
+def lack_of_superexec(superlink: subprocess.Popen[bytes]) -> str:
+    """Return a line if the SuperLink has no process that starts runs, else ""."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(superlink.pid).children():
+            if child.status() != psutil.STATUS_ZOMBIE and SUPEREXEC in " ".join(child.cmdline()):
+                return ""
+    return f"{SUPEREXEC} has ended, and is started again: until then no run begins"
 
 
 def check_server_keys(folder: Path, host: str | Address) -> dict[str, x509.Certificate]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 from kindred.client.journal import CONNECTION, append
@@ -41,10 +42,18 @@ class SitePage:
         self._name, self._about = name, about
         self.path, self.journal = state / f"site-{name}.html", state / f"site-{name}.jsonl"
         self._written: Any = None
+        self._due: list[dict[str, Any]] = []  # entries that are not in the journal yet
+        self._lock = Lock()
 
-    def fault(self, line: str) -> None:
-        """Record why the SuperNode cannot take part."""
-        append(self.journal, {"kind": CONNECTION, "problem": line})
+    def fault(self, line: str, over: bool = False) -> None:
+        """Record why the SuperNode cannot take part, or that such a fault is over; on a full disk once it has room."""
+        self._due.append({"at": time.time(), "kind": CONNECTION, "over" if over else "problem": line})
+        self._record()
+
+    def _record(self) -> None:
+        with self._lock:
+            while self._due and append(self.journal, self._due[0]):
+                del self._due[0]
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -70,6 +79,7 @@ class SitePage:
 
     def write(self, *, running: bool = True) -> None:
         """Write the page if something has changed; a page that cannot be written does not concern the site."""
+        self._record()
         with suppress(OSError, LookupError, TypeError, ValueError):  # also where an entry of the journal is malformed
             state = self.journal.stat().st_size if self.journal.exists() else 0, running
             if state != self._written:

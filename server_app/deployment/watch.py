@@ -23,7 +23,7 @@ from urllib.parse import parse_qs
 
 from kindred.server_app.cli.common import end
 from kindred.server_app.config import ConfigError
-from kindred.server_app.report.live import NEVER, OFFLINE, ONLINE, WITHDRAWN, Node, has_ended, live_content
+from kindred.server_app.report.live import NEVER, OFFLINE, ONLINE, WITHDRAWN, Node, live_content, outcome
 from kindred.server_app.report.watch import PageServer, Request, RunPage
 
 from .addresses import Address, is_loopback, parse_server, with_port
@@ -45,9 +45,15 @@ class Runs:
     ----------
     state : Path
         The server's state folder.
+
+    Attributes
+    ----------
+    problems : list of str
+        What the server cannot do now, and why.
     """
 
     def __init__(self, state: Path) -> None:
+        self.problems: list[str] = []
         self._state = state
         self._pages: dict[str, RunPage] = {}
 
@@ -70,10 +76,9 @@ class Runs:
         return {
             **content,
             "now": {
-                **live_content(status, self._nodes(), self._registered(), _seconds_left(content)),
+                **live_content(status, self._nodes(), self._registered(), _seconds_left(content), self.problems),
                 "runs": [
-                    [f"run {each}", _when(about), about["state"] if has_ended(about) else "in progress",
-                     f"{here}run/{each}/"]
+                    [f"run {each}", _when(about), outcome(about), f"{here}run/{each}/"]
                     for each, about in list(runs.items())[:MOST_RUNS]
                 ],
             },
@@ -141,16 +146,17 @@ class RunsServer(PageServer):
     ----------
     token : str
         What a request must have; empty on loopback.
+    runs : Runs
     """
 
     token = ""
 
     def __init__(self, runs: Runs, host: str, port: int) -> None:
         super().__init__(host, port)
-        self._runs = runs
+        self.runs = runs
 
     def content(self, path: str) -> Mapping[str, Any] | None:
-        return self._runs.content(path)
+        return self.runs.content(path)
 
     def admits(self, request: Request) -> bool:
         """Return whether a request has the token, in its header or cookie; one with `?token=` gets the cookie."""
@@ -182,7 +188,7 @@ def _cookie_of(request: Request) -> str:
     return found.value if found else ""
 
 
-def serve_runs(state: Path, host: str | Address, port: int, keys: Path | None) -> PageServer:
+def serve_runs(state: Path, host: str | Address, port: int, keys: Path | None) -> RunsServer:
     """Return the server of the runs' page; print its address.
 
     Beyond loopback the address has a token. It is printed when it is made; later starts name only its file.

@@ -39,7 +39,11 @@ class Node(NamedTuple):
 
 
 def live_content(
-    status: Mapping[str, Any], nodes: Sequence[Node], names: Iterable[str] = (), left: float | None = None
+    status: Mapping[str, Any],
+    nodes: Sequence[Node],
+    names: Iterable[str] = (),
+    left: float | None = None,
+    problems: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return what a run does now, and a row for each site: its name, connection, last message and part in the run.
 
@@ -52,10 +56,13 @@ def live_content(
         Names of all registered keys.
     left : float, optional
         Seconds that the rest of the run is likely to take.
+    problems : sequence of str
+        What the server cannot do now, and why.
     """
     ended = has_ended(status)
     return {
         "doing": doing(status),
+        "problems": list(problems),
         "ended": ended,
         "left": None if ended else left,
         "sites": _sites(status, nodes, names, ended),
@@ -72,6 +79,13 @@ def has_ended(status: Mapping[str, Any]) -> bool:
         return process.create_time() != began or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def outcome(status: Mapping[str, Any]) -> str:
+    """Return in a word how a run ended, or that it is in progress."""
+    if not has_ended(status):
+        return "in progress"
+    return str(status["state"]) if status["state"] in (FINISHED, FAILED, STOPPED) else "ended early"
 
 
 def doing(status: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 function live(now) {
   if (!now) return null;
   return section("Now",
+    now.problems.map(line => h("p", { role: "alert" }, h("strong", {}, coded(`${capital(line)}.`)))),
     h("p", { id: "doing", role: "status" }, h("strong", {}, `${capital(now.doing)}.`)),
     known(now.left) && h("p", { class: "soft" }, `About ${time(now.left)} left, if rounds take as long as so far.`),
     now.sites.length > 0

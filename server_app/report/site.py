@@ -17,7 +17,7 @@ NUMBER = re.compile(r"\bfault \d+")  # each time that an error occurs, it has an
 RELOAD_SECONDS = 5.0  # after which a browser reloads the page
 ADVICE = {
     INTRODUCTION: "The site takes no part until this is fixed; it is then asked again, without a restart.",
-    NOTICE: "Fix what it names. An excluded site is asked again, without a restart.",
+    NOTICE: "Fix what it names. An excluded site is asked again; for another option, restart `kindred site`.",
     TRAINING: "The server received this error in place of a reply; the round continues without the site.",
     EVALUATION: "The server received this error in place of a reply; the round continues without the site.",
     APP: "None of it was unpacked. To accept it, restart `kindred site` with --allow-app and this SHA-256.",
@@ -76,8 +76,8 @@ def _doing(entries: Sequence[Mapping[str, Any]]) -> str:
     if not entries:
         return "no message has arrived yet: the site waits for a run"
     last = entries[-1]
-    if "problem" in last:
-        return last["problem"]
+    if "problem" in last or "over" in last:
+        return str(last.get("problem") or last["over"])
     where = f"round {last['round']}: " if "round" in last else ""
     return f"{where}{last['kind']} answered after {last['seconds']:.1f} s; the site waits for the server"
 

@@ -49,10 +49,15 @@ FAULT = "fault"  # kind of an entry, and entry, with the number of an error of w
 Answer = Callable[[Message, Context], Message]
 
 
-def append(path: str | os.PathLike[str], entry: Mapping[str, Any]) -> None:
-    """Append an entry to a journal; one that cannot be written does not concern the run."""
+def append(path: str | os.PathLike[str], entry: Mapping[str, Any]) -> bool:
+    """Append an entry to a journal, and return whether it is there; the run goes on without it."""
     with suppress(OSError, TypeError, ValueError), open(path, "ab", 0, opener=private) as file:
-        file.write((json.dumps({"at": time.time(), **entry}) + "\n").encode())
+        line = (json.dumps({"at": time.time(), **entry}) + "\n").encode()
+        written = file.write(line)
+        if written == len(line):
+            return True
+        file.truncate(file.tell() - written)  # the disk is full
+    return False
 
 
 def describe(error: Exception, node_config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

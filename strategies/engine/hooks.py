@@ -25,6 +25,7 @@ from kindred.versions import mismatch
 
 from .admission import MAX_EXAMPLES, Reply
 from .collaboration import Collaboration
+from .introductions import UntilRestart
 from .layout import Layout
 from .norms import scaled
 
@@ -163,7 +164,7 @@ class Hooks:
             elif other_task := self._other_task(about):
                 reasons[client] = other_task
             elif self.needs_shared_models and about.get(SHARE_MODEL) is False:
-                reasons[client] = f"its {SHARE_MODEL} is false, and {self.name} mixes all models"
+                reasons[client] = UntilRestart(f"its {SHARE_MODEL} is false, and {self.name} mixes all models")
             elif METHODS in about and (differs := mismatch(about.get(VERSION_KEY), "the client", "this server")):
                 reasons[client] = differs
             elif method and method.needs_our_client and not (isinstance(known, list) and self.name in known):

@@ -22,6 +22,7 @@ from kindred.messages import (
     MAX_NAME,
     METHODS,
     NUM_EXAMPLES,
+    PROBLEM,
     VALIDATE_ONLY,
     VERSION_KEY,
     ClientId,
@@ -37,6 +38,14 @@ from .transport import CLOCKS, content_of, is_from, pull, push
 
 NOT_ADMITTED = "not-admitted"  # entry in a node's recorded introduction: why that was refused
 UNKNOWN_QUERY = "No query function registered with name 'identity'"  # in Flower's error about a ClientApp that has none
+# Flower's errors of a ClientApp that cannot be unpacked, loaded or called.
+NO_APP = (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, ErrorCode.LOAD_CLIENT_APP_EXCEPTION, ErrorCode.INVALID_FAB)
+
+
+class UntilRestart(str):
+    """A reason why a client takes no part that lasts until its site is started again: an option of `kindred site`."""
+
+    __slots__ = ()
 
 
 class Introductions:
@@ -159,8 +168,11 @@ class Introductions:
             # In a simulation all nodes run the same app; a remote node's answer says nothing about the others.
             elif UNKNOWN_QUERY in (reply.error.reason or "") and self._simulated:
                 self._nodes_know_identity = False
-            elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
-                self.clients.setdefault(node, node)
+            elif UNKNOWN_QUERY in (reply.error.reason or "") or self._simulated:
+                if reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
+                    self.clients.setdefault(node, node)
+            elif reply.error.code in NO_APP and node not in self.clients:
+                self.clients[node], self.about[node] = node, {PROBLEM: reply.error.reason or "it has failed"}
 
     def _record(self, node: int, content: RecordDict) -> None:
         """Record a node's introduction and its client id."""

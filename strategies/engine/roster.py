@@ -26,7 +26,7 @@ from kindred.messages import (
 
 from .admission import raise_own
 from .history import History
-from .introductions import NOT_ADMITTED, Introductions, only_validates
+from .introductions import NOT_ADMITTED, Introductions, UntilRestart, only_validates
 from .remarks import SAMPLES
 from .status import MEETS, PREPARES, WAITS, Status
 from .strikes import Strikes
@@ -91,6 +91,7 @@ class Roster:
         self._introduced: dict[ClientId, int] = {}  # client -> node, as last introduced to the method
         self._registered: dict[int, str] = {}  # node -> name under which its key is registered
         self._reserved_names: set[str] = set()  # names of registered keys, connected or not
+        self._lasting: dict[int, str] = {}  # node that is excluded `UntilRestart` -> when it connected
         self._refused: dict[int, str] = {}  # node -> why it cannot have the client id that it reports
         self._round = 0  # in progress
         self.strikes = Strikes(self.max_strikes)
@@ -219,6 +220,8 @@ class Roster:
 
         The wait is short if there are already enough clients, or if these nodes have been asked before.
         """
+        if self._lasting:
+            self._lasting = dict(self._lasting.items() & _connected(grid).items())
         self._forget_outdated(set(nodes))
         new = self.introductions.new(nodes)
         if new:
@@ -235,10 +238,12 @@ class Roster:
     def _forget_outdated(self, nodes: Set[int]) -> None:
         """Forget nodes that are no longer connected, and nodes that cannot take part: their fault may be fixed by now.
 
+        Nodes that must be started again to take part are not forgotten before.
+
         In a simulation nobody fixes a fault, so only those nodes of the second kind are forgotten that failed to
         introduce themselves.
         """
-        taking_part = {*self.nodes.values(), *self.validators.values()}
+        taking_part = {*self.nodes.values(), *self.validators.values(), *self._lasting}
         outside = {
             node
             for node in self.introductions.clients
@@ -321,6 +326,9 @@ class Roster:
         return None
 
     def _introduce_newcomers(self, grid: Grid, introduce: Introduce) -> None:
+        for node, client in self.introductions.clients.items():
+            if client != node:  # it had no name before, see `Introductions`
+                self._history.left_out.pop(node, None)
         renewed = self.introductions.renewed()
         newcomers = {
             client: self.introductions.of(self.nodes[client])
@@ -338,6 +346,8 @@ class Roster:
         }
         reasons |= {client: about[NOT_ADMITTED] for client, about in newcomers.items() if NOT_ADMITTED in about}
         reasons |= _reasons(introduce, {client: about for client, about in newcomers.items() if client not in reasons})
+        if lasting := {self.nodes[client] for client, reason in reasons.items() if isinstance(reason, UntilRestart)}:
+            self._lasting |= {node: at for node, at in _connected(grid).items() if node in lasting}
         for client in newcomers:
             if client in reasons:
                 reason = first_line(str(reasons[client]))
@@ -398,6 +408,11 @@ def _reasons(introduce: Introduce, newcomers: Mapping[ClientId, Mapping[str, Any
         for client, about in newcomers.items():
             reasons |= _reasons(introduce, {client: about})
         return reasons
+
+
+def _connected(grid: Grid) -> dict[int, str]:
+    """Return when each node has connected."""
+    return {node.node_id: node.last_activated_at for node in grid.get_nodes()}
 
 
 def _registered_names() -> list[str]:
