@@ -294,7 +294,7 @@ def test_client_ids_survive_a_message() -> None:
         ({"temperature": float("inf")}, "temperature is inf, allowed: 1e-09 to 1,000,000"),
         ({"m_step": "newton"}, "m_step is 'newton', allowed: epochs, steps, gradient"),
         ({"optimizer": "lbfgs"}, "optimizer is 'lbfgs', allowed: adam, sgd"),
-        ({"learning_rate": 0.0}, "learning_rate is 0.0, allowed: more than 0"),
+        ({"learning_rate": 0.0}, "learning_rate is 0.0, allowed: more than 0, at most 1,000"),
         ({"min_weight": -0.1}, "min_weight is -0.1, allowed: 0 to 1"),
         ({"mixture": "votes"}, "mixture is 'votes', allowed: probabilities, logits"),
         ({"mixture_threshold": 2}, "mixture_threshold is 2.0, allowed: 0 to 1"),
