@@ -107,6 +107,8 @@ def dataset_of(
     kind = kind_of(arrays[f"x{ends[0]}"], f"{where}: x{ends[0]}") if inputs == "auto" else inputs
     x = [checked_inputs(arrays[f"x{end}"], kind, f"{where}: x{end}") for end in ends]
     y = [arrays[f"y{end}"] for end in ends]
+    for end, targets in zip(ends, y, strict=True):
+        _check_finite(targets, f"{where}: y{end}")
     clients = [_texts(arrays[f"client{end}"], f"{where}: client{end}") for end in ends if f"client{end}" in arrays]
     if len({each.shape[1:] for each in x}) > 1:
         raise DataError(f"{where}: x_train has samples of shape {x[0].shape[1:]}, x_test of {x[1].shape[1:]}")
@@ -261,8 +263,7 @@ def _finite(x: np.ndarray, name: str, channels: int) -> np.ndarray:
     given = _checked_numbers(x, name)
     with np.errstate(over="ignore"):  # values beyond float32 become infinite
         x = given.astype(np.float32)
-    if not np.isfinite(x).all():
-        raise DataError(f"{name} has values that are not finite in float32")
+    _check_finite(x, name, " in float32")
     for channel in () if np.can_cast(given.dtype, x.dtype) else range(x.shape[channels]):
         one = given.take(channel, channels).astype(np.float64)
         rounding, deviation = np.abs(x.take(channel, channels) - one).max(initial=0), one.std()
@@ -272,6 +273,14 @@ def _finite(x: np.ndarray, name: str, channels: int) -> np.ndarray:
                 "for float32, allowed: numbers without such an offset"
             )
     return x
+
+
+def _check_finite(values: np.ndarray, name: str, form: str = "") -> None:
+    """Check that floats are finite; DataError with the first sample of which one is not."""
+    if values.dtype.kind == "f" and len(wrong := np.argwhere(~np.isfinite(values))):
+        sample, *place = wrong[0].tolist()
+        where = f"sample {sample}" + (f", place {', '.join(map(str, place))}" if place else "")
+        raise DataError(f"{name} has values that are not finite{form}: the first is in {where}")
 
 
 # --- Targets ------------------------------------------------------------------------------------------------

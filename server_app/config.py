@@ -21,7 +21,7 @@ from kindred.data.inputs import KINDS
 from kindred.data.loading import AUTO, NATURAL_SHARE
 from kindred.extensions import Registry
 from kindred.metrics import METRICS
-from kindred.objectives import OBJECTIVES
+from kindred.objectives import MOST_OUTPUTS, OBJECTIVES
 from kindred.parts.aggregation import AGGREGATION
 from kindred.settings import (
     A_SHARE,
@@ -53,7 +53,6 @@ from kindred.settings import (
     Range,
     Setting,
     above,
-    at_least,
     between,
     kebab,
     meant_by,
@@ -159,15 +158,15 @@ class Config:
 
     strategy: str = setting("heurfedamp", registered(REGISTRY, "strategies"), "the method")
     seed: int = of(SEED)
-    num_rounds: int = setting(15, at_least(1), "rounds of training")
+    num_rounds: int = setting(15, within(1, 10**6), "rounds of training")
     output_dir: str = setting("results", ANY_TEXT, "folder in which each run makes its own folder")
     resume: str = setting(
         "", ANY_TEXT, "folder of an unfinished run to continue; all other settings must be those of that run"
     )
     checkpoint_every: int = setting(
-        1, at_least(0), "rounds between checkpoints, from which an interrupted run is resumed; 0: none"
+        1, within(0, 10**6), "rounds between checkpoints, from which an interrupted run is resumed; 0: none"
     )
-    keep_checkpoints: int = setting(2, at_least(1), "number of the latest checkpoints that are kept")
+    keep_checkpoints: int = setting(2, within(1, 10**6), "number of the latest checkpoints that are kept")
 
     dataset: str = setting("digits", registered(DATASETS, "datasets"), "the dataset")
     data_dir: str = setting("", ANY_TEXT, "folder or file of the dataset; digits needs none")
@@ -199,23 +198,23 @@ class Config:
         "balanced: all count the same; empty: none",
     )
     image_shape: str = setting("", ANY_TEXT, "sites: channels x height x width of every site's images: 1x28x28")
-    num_classes: int = setting(0, at_least(0), "sites: number of classes")
+    num_classes: int = setting(0, within(0, MOST_OUTPUTS), "sites: number of classes")
     class_names: str = setting("", ANY_TEXT, "sites: class names in order, separated by commas, if data have names")
     input_mean: float = setting(
         0.5, within(-1e6, 1e6), "sites: subtracted from all input values (bytes count as 0 to 1)"
     )
-    input_deviation: float = setting(0.5, above(0), "sites: divisor of all input values after that")
+    input_deviation: float = setting(0.5, above(0, 10**6), "sites: divisor of all input values after that")
     partition: str = setting("rotated", registered(PARTITIONS, "datasets"), "how clients' data differ")
-    num_clients: int = setting(20, at_least(2), "number of clients among which the data are divided")
+    num_clients: int = setting(20, within(2, 10**6), "number of clients among which the data are divided")
     num_groups: int = setting(
         4,
-        at_least(1),
+        within(1, 10**6),
         "groups of similar clients, if the partition has groups without fixed sizes; "
         "clustered-dirichlet: groups of classes",
     )
     samples_per_client: int = setting(
         0,
-        at_least(0),
+        within(0, 10**9),
         "training samples per client (by-client: at most; dirichlet, dirichlet-clients, label-groups, "
         "clustered-dirichlet: mean number of samples for training and test together); 0: all with by-client, elsewhere "
         "as in the partition's paper, else 40 for digits and at most 500",
@@ -226,12 +225,12 @@ class Config:
 
     dirichlet_alpha: float = setting(
         0.1,
-        above(0),
+        above(0, 10**6),
         "dirichlet, clustered-dirichlet: concentration; the smaller, the more the clients' shares of a class, or "
         "cluster, differ; dirichlet-clients: the fewer classes a client has",
     )
     min_samples: int = setting(
-        10, at_least(2), "by-client: least number of samples, for training and test together, of a client"
+        10, within(2, 10**6), "by-client: least number of samples, for training and test together, of a client"
     )
     test_share: float = setting(
         0.3,
@@ -254,7 +253,7 @@ class Config:
     )
     held_out_clients: int = setting(
         0,
-        at_least(0),
+        within(0, 10**6),
         "number of clients, drawn by seed, that take no part in a simulation; after the last round each is served with "
         "0, 5, 20 and all of its labelled training samples",
     )
@@ -265,7 +264,9 @@ class Config:
         "with x; auto: samples of the dataset that no client has, for cifar10 images of cifar100",
     )
     public_size: int = setting(
-        0, at_least(0), "samples of public-data; 0: all of a file, else 2000, of the run's own dataset at most a tenth"
+        0,
+        within(0, 10**6),
+        "samples of public-data; 0: all of a file, else 2000, of the run's own dataset at most a tenth",
     )
 
     metric: str = setting(
@@ -304,15 +305,15 @@ class Config:
         "without samples, count but are not drawn",
     )
     sampling: str = of(SAMPLING)
-    min_train_clients: int = setting(2, at_least(1), "least number of clients that take part in a round")
+    min_train_clients: int = setting(2, within(1, 10**6), "least number of clients that take part in a round")
     min_available_clients: int = setting(
         2,
-        at_least(1),
+        within(1, 10**6),
         "clients that must be able to take part; a round waits for them before it starts; "
         "clients that pause because of their strikes count",
     )
     wait_timeout: float = of(WAIT_TIMEOUT)
-    round_timeout: float = setting(3600.0, above(0), "seconds after which a round ends with the replies so far")
+    round_timeout: float = setting(3600.0, above(0, 10**7), "seconds after which a round ends with the replies so far")
     quorum: float = of(QUORUM)
     grace: float = of(GRACE)
     max_strikes: int = of(MAX_STRIKES)

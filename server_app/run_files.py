@@ -102,7 +102,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         dict(**config["settings"])
         config["settings"]["strategy"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"resume is {str(folder)!r}, which has no config.json of a run ({error})") from None
     return config
 
@@ -141,7 +141,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
         summary["clients"], summary["bytes-down"], summary["bytes-up"]
     except FileNotFoundError:
         raise ConfigError(f"{folder} holds no summary.json: the run is not finished; run it again") from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read ({error!r}): remove the run's folder, and run it again") from None
     return summary
 

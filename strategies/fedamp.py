@@ -56,7 +56,7 @@ from .engine.stored import CloudModels
 from .lazy import lazy
 from .messages import METHODS, PROXIMAL_MU, ClientId, check, in_order, read_record, seed_for, to_record
 from .registry import MODEL_BOTH_WAYS, Method
-from .settings import A_SHARE, AUTO, STORE, TRUE_OR_FALSE, Range, Setting, above, at_least, or_auto
+from .settings import A_SHARE, AUTO, STORE, TRUE_OR_FALSE, Range, Setting, above, or_auto, within
 
 if TYPE_CHECKING:
     from scipy import special
@@ -69,12 +69,12 @@ FAR = 1e4  # in squared distances: a model 100 times as far from the others as t
 SIGMA = Setting(
     "sigma",
     AUTO,
-    or_auto(above(0)),
+    or_auto(above(0, 1e12)),
     "scale of the squared distance; auto: in each round its median over pairs of clients online",
     kind="float | str",
     trial=2.0,
 )
-COSINE_SIGMA = Setting("sigma", 100.0, above(0), "scale of the cosine", trial=2.0)
+COSINE_SIGMA = Setting("sigma", 100.0, above(0, 1e12), "scale of the cosine", trial=2.0)
 OWN_PART = "0 to 1, uniform (1 / clients online), groups (1 / clients of its group)"
 SELF_WEIGHT = Setting(
     "self_weight",
@@ -90,11 +90,11 @@ COSINE_SELF_WEIGHT = replace(
     SELF_WEIGHT, allowed=Range(OWN_PART, lambda value: value in ("uniform", GROUPS) or is_part(value))
 )
 ALPHA = Setting(
-    "alpha", 1e4, above(0), "step size of the collaboration; the proximal weight is lam / alpha", trial=10.0
+    "alpha", 1e4, above(0, 1e12), "step size of the collaboration; the proximal weight is lam / alpha", trial=10.0
 )
 ALPHA_DECAY = Setting("alpha_decay", 0.1, A_SHARE, "factor on alpha every alpha-decay-every rounds", trial=0.5)
-ALPHA_DECAY_EVERY = Setting("alpha_decay_every", 30, at_least(1), "rounds between two decays of alpha", trial=2)
-LAM = Setting("lam", 1.0, at_least(0), "weight of the collaboration term (lambda)")
+ALPHA_DECAY_EVERY = Setting("alpha_decay_every", 30, within(1, 10**6), "rounds between two decays of alpha", trial=2)
+LAM = Setting("lam", 1.0, within(0, 1e12), "weight of the collaboration term (lambda)")
 COMMON_START = Setting(
     "common_start",
     True,

@@ -97,12 +97,12 @@ from .parts.federico_requests import (
 from .parts.federico_updates import MODELS, received_models, weighted_update
 from .parts.mixture import Arrays, evaluation_inputs, mixture_shares
 from .registry import Method
-from .settings import A_SHARE, LEARNING_RATE, OPTIMIZER, STORE, TRUE_OR_FALSE, Setting, at_least, one_of, within
+from .settings import A_SHARE, LEARNING_RATE, OPTIMIZER, STORE, TRUE_OR_FALSE, Setting, one_of, within
 
 NUM_NEIGHBOURS = Setting(
     "num_neighbours",
     3,
-    at_least(0),
+    within(0, 10**6),
     "models of other clients that a client receives per round (M); 0 is local training",
     trial=2,
 )
@@ -115,7 +115,7 @@ LIKELIHOOD = Setting(
     "whether weights depend on the mean or the sum of the loss over a client's samples; the paper has the sum",
 )
 TEMPERATURE = Setting(
-    "temperature", 1.0, at_least(1e-9), "weights are a softmax of the losses divided by it", trial=0.5
+    "temperature", 1.0, within(1e-9, 10**6), "weights are a softmax of the losses divided by it", trial=0.5
 )
 M_STEP = Setting(
     "m_step",
@@ -130,7 +130,7 @@ MIXTURE_THRESHOLD = Setting(
     "mixture_threshold", 0.01, within(0, 1), "models with a smaller weight are not used in the prediction"
 )
 MIXTURE_SIZE = Setting(
-    "mixture_size", 0, at_least(0), "models of other clients in the prediction, at most; 0: no limit", trial=1
+    "mixture_size", 0, within(0, 10**6), "models of other clients in the prediction, at most; 0: no limit", trial=1
 )
 ACCUMULATE = Setting(
     "accumulate",
@@ -153,7 +153,7 @@ SELECTION = Setting(
 SENDER_BOUND = Setting(
     "sender_bound",
     0.0,
-    at_least(0),
+    within(0, 10**6),
     "an update of another client's model is shortened to at most this times the length of the owner's last update of "
     "it, so that no sender can move a model far; 0: no bound",
     trial=0.5,

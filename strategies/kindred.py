@@ -30,7 +30,7 @@ has labelled samples, of its own model.
 
 Absent clients keep their last model, and it remains in their neighbours' means. As in FedAvg, g is over the clients
 that trained in the last round. Only parameters count in cosines. Floating-point buffers are combined like parameters;
-integer buffers are the client's own.
+integer buffers are the client's own, and the median of all clients' in g.
 """
 
 from __future__ import annotations
@@ -400,8 +400,9 @@ class Kindred(CloudModels):
         rng = np.random.default_rng(seed_for(self.seed, "ensemble"))
         drawn = in_order(senders[i] for i in rng.permutation(len(senders))[:MOST])
         models = with_prefix(EVERYBODY, self.global_arrays())
+        integers = to_record(self.models.shared_integers())
         for i, model in enumerate(self.personal_models(drawn)):
-            models |= with_prefix(f"{OTHERS}/{i}", model)
+            models |= with_prefix(f"{OTHERS}/{i}", {**model, **integers})
         return ArrayRecord(models)
 
     def global_arrays(self) -> ArrayRecord:
@@ -409,7 +410,7 @@ class Kindred(CloudModels):
         senders, (_, _, everybody) = self._parts([""])  # no client has this name
         if not senders:
             return self.initial
-        return self.models.combined_record(next(self.models.combinations(everybody, senders)), senders[0])
+        return self.models.shared_record(next(self.models.combinations(everybody, senders)))
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
         return next(self.personal_models([client]))

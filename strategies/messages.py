@@ -43,6 +43,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -143,6 +144,20 @@ def is_name(name: object) -> bool:
     if isinstance(name, str):
         return 1 <= len(name) <= MAX_NAME and name.isprintable()
     return isinstance(name, int) and not isinstance(name, bool) and NUMBERS[0] <= name <= NUMBERS[1]
+
+
+ALIKE = ("LATIN", "CYRILLIC", "GREEK")  # scripts with letters that look the same, as Unicode calls them
+
+
+def spelling(client: ClientId) -> str:
+    """Return the form in which ids are compared: 7 and "7", "Lyon" and "lyon" are the same client."""
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", str(client)).casefold()).strip()
+
+
+def scripts_of(client: ClientId) -> list[str]:
+    """Return the scripts of ALIKE that an id has letters of."""
+    letters = {unicodedata.name(letter, "").split(" ")[0] for letter in spelling(client)}
+    return [script for script in ALIKE if script in letters]
 
 
 LONGEST_LINE = 300  # characters shown of a client's text

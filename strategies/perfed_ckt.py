@@ -71,7 +71,7 @@ from .messages import (
 )
 from .objectives import OBJECTIVES, Classes
 from .registry import Method
-from .settings import BY_SIZE, LOCAL_EPOCHS, LOCAL_STEPS, Setting, at_least, one_of
+from .settings import BY_SIZE, LOCAL_EPOCHS, LOCAL_STEPS, Setting, one_of, within
 
 if TYPE_CHECKING:
     import sklearn.cluster as clustering
@@ -84,26 +84,26 @@ LOGITS = "logits"
 CENTROIDS = "centroids"
 
 NUM_CLUSTERS = Setting(
-    "num_clusters", 3, at_least(1), "clusters of clients (c); 1: all learn from the mean of all", trial=2
+    "num_clusters", 3, within(1, 1000), "clusters of clients (c); 1: all learn from the mean of all", trial=2
 )
 DISTILL_WEIGHT = Setting(
     "distill_weight",
     2.0,
-    at_least(0),
+    within(0, 10**6),
     "weight of the squared distance from the centroid's probabilities (lambda)",
     trial=0.5,
 )
-PUBLIC_BATCH_SIZE = Setting("public_batch_size", 128, at_least(1), "public images per step (b')", trial=2)
+PUBLIC_BATCH_SIZE = Setting("public_batch_size", 128, within(1, 10**6), "public images per step (b')", trial=2)
 WARMUP_ROUNDS = Setting(
     "warmup_rounds",
     0,
-    at_least(0),
+    within(0, 10**6),
     "rounds at the start without distillation; 0: a round first in which untrained models predict",
 )
 MIN_CLUSTER_SIZE = Setting(
     "min_cluster_size",
     1,
-    at_least(1),
+    within(1, 10**6),
     "clients that a cluster must have; smaller ones are merged into the nearest",
 )
 LOGITS_DTYPE = Setting("logits_dtype", "float32", one_of("float32", "float16"), "type in which probabilities are sent")

@@ -31,9 +31,10 @@ def at_least(low: float) -> Range:
     return Range(f"{low:g} or more", lambda value: value >= low)
 
 
-def above(low: float) -> Range:
-    """Range of numbers larger than `low`."""
-    return Range(f"more than {low:g}", lambda value: value > low)
+def above(low: float, high: float = math.inf) -> Range:
+    """Range of numbers larger than `low`, and at most `high`."""
+    most = "" if high == math.inf else f", at most {_text(high)}"
+    return Range(f"more than {_text(low)}{most}", lambda value: low < value <= high)
 
 
 def or_auto(numbers: Range) -> Range:
@@ -46,7 +47,11 @@ def or_auto(numbers: Range) -> Range:
 
 def within(low: float, high: float) -> Range:
     """Range from `low` to `high`, both included."""
-    return Range(f"{low:g} to {high:g}", lambda value: low <= value <= high)
+    return Range(f"{_text(low)} to {_text(high)}", lambda value: low <= value <= high)
+
+
+def _text(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
 def between(low: float, high: float) -> Range:
@@ -59,7 +64,7 @@ def one_of(*names: str) -> Range:
     return Range(", ".join(names), lambda value: value in names)
 
 
-A_SHARE = Range("more than 0, at most 1", lambda value: 0 < value <= 1)
+A_SHARE = above(0, 1)
 ANY_TEXT = Range("any text", lambda value: True)
 TRUE_OR_FALSE = Range("true or false", lambda value: True)
 
@@ -172,31 +177,31 @@ SEED = Setting("seed", 0, at_least(0), "seed of everything random: data, samplin
 # --- Local training -----------------------------------------------------------------------------------
 
 LOCAL_EPOCHS = Setting(
-    "local_epochs", 5, at_least(0), "epochs of local training per round; 0: local-steps steps instead"
+    "local_epochs", 5, within(0, 10_000), "epochs of local training per round; 0: local-steps steps instead"
 )
 MAX_LOCAL_EPOCHS = Setting(
     "max_local_epochs",
     0,
-    at_least(0),
+    within(0, 10_000),
     "if not 0, every client trains in every round for its own number of epochs in place of local-epochs, drawn "
     "uniformly from 1 to this one; without effect where steps are counted, as in PerFed-CKT",
 )
 LOCAL_STEPS = Setting(
     "local_steps",
     50,
-    at_least(1),
+    within(1, 10**6),
     "steps of local training per round (tau), each on images drawn at random: always with PerFed-CKT, else if "
     "local-epochs is 0",
     trial=10,
 )
-BATCH_SIZE = Setting("batch_size", 10, at_least(1), "images per step")
+BATCH_SIZE = Setting("batch_size", 10, within(1, 10**6), "images per step")
 OPTIMIZER = Setting("optimizer", "adam", one_of("adam", "sgd"), "local optimiser")
-LEARNING_RATE = Setting("learning_rate", 0.002, above(0), "step size of the local optimiser", trial=0.1)
+LEARNING_RATE = Setting("learning_rate", 0.002, above(0, 1000), "step size of the local optimiser", trial=0.1)
 MOMENTUM = Setting("momentum", 0.0, within(0, 1), "momentum of sgd")
 WEIGHT_DECAY = Setting(
     "weight_decay",
     0.0,
-    at_least(0),
+    within(0, 10**6),
     "weight decay of the local optimiser: each step adds this times the weights to the gradient, as in torch's SGD and "
     "Adam",
 )
@@ -250,24 +255,24 @@ SAMPLING = Setting(
     "their training images; default: by-size in PerFed-CKT, uniform in all other methods",
 )
 
-WAIT_TIMEOUT = Setting("wait_timeout", 300.0, above(0), "seconds to wait for enough clients before the run ends")
+WAIT_TIMEOUT = Setting("wait_timeout", 300.0, above(0, 10**7), "seconds to wait for enough clients before the run ends")
 QUORUM = Setting(
     "quorum",
     0.5,
     Range(
-        "a share, more than 0 and up to 1, or a whole number",
-        lambda value: 0 < value <= 1 or (value > 1 and value == int(value)),
+        "a share, more than 0 and up to 1, or a whole number up to 1,000,000",
+        lambda value: 0 < value <= 1 or (1 < value <= 10**6 and value == int(value)),
     ),
     "real machines: clients, as a share of those asked (up to 1) or as a number; once so many have answered, the "
     "others have only grace seconds more; 1: wait for all",
 )
 GRACE = Setting(
-    "grace", 600.0, at_least(0), "real machines: seconds that a round waits for the other clients after its quorum"
+    "grace", 600.0, within(0, 10**7), "real machines: seconds that a round waits for the other clients after its quorum"
 )
 MAX_STRIKES = Setting(
     "max_strikes",
     3,
-    at_least(0),
+    within(0, 10**6),
     "rounds in a row in which a client's reply was refused or did not come, after which it is excluded for as many "
     "rounds; 0: never",
 )
@@ -281,20 +286,20 @@ MAX_CLIENT_SHARE = Setting(
 MAX_UPDATE_NORM = Setting(
     "max_update_norm",
     0.0,
-    or_auto(at_least(0)),
+    or_auto(within(0, 1e12)),
     "L2 norm, over the parameters, above which a client's update is refused; 0: no bound; auto: updates above 5 times "
     "the median of comparable ones are scaled down to it. Without effect in PerFed-CKT, whose clients send "
     "probabilities, and auto also in Local",
     kind="float | str",
 )
 MAX_EMPTY_ROUNDS = Setting(
-    "max_empty_rounds", 5, at_least(1), "rounds in a row without a usable answer after which the run ends"
+    "max_empty_rounds", 5, within(1, 10**6), "rounds in a row without a usable answer after which the run ends"
 )
 
 STOP_AFTER = Setting(
     "stop_after",
     0,
-    at_least(0),
+    within(0, 10**6),
     "rounds in a row without a better mean, over clients, of the metric on validation data, after which the run ends; "
     "0: never",
 )

@@ -262,6 +262,7 @@ def small_site(client: int) -> Site:
     return Site(model=small, train=samples(10 * (client + 1)), test=samples(5))
 
 
+DIVERGING = {"optimizer": "sgd", "learning-rate": 1000.0, "weight-decay": 1e6}  # weights grow 10^9-fold a step
 LITTLE_TRAINING = {"local-epochs": 1, "batch-size": 32, "optimizer": "sgd", "learning-rate": 0.01}
 
 

@@ -201,7 +201,7 @@ def test_settings_that_this_version_lacks_and_wrong_names_are_named(monkeypatch,
     assert list(attacks.usable_defences(["new", "wrong", "none"])) == ["none"]
     assert capsys.readouterr().out.splitlines() == [
         "defence new is left out: this version has no setting odd",
-        "defence wrong is left out: max-strikes is -1, allowed: 0 or more (int)",
+        "defence wrong is left out: max-strikes is -1, allowed: 0 to 1,000,000 (int)",
     ]
     for words, named in [
         ("--attacks=kick", "'kick' is unknown, allowed: all, flip x10, flip x2, noise"),

@@ -417,7 +417,7 @@ def test_settings_are_those_of_a_run_and_invalid_ones_are_named(monkeypatch, cap
     assert "| unchanged | 50.0 |" in capsys.readouterr().out
 
     for words, named in [
-        (("--set", "num-rounds=0"), "num-rounds is 0, allowed: 1 or more"),
+        (("--set", "num-rounds=0"), "num-rounds is 0, allowed: 1 to 1,000,000"),
         (("--set", "seed=3"), "--set has seed, allowed: any setting but strategy, partition, seed,"),
         (("--set", "num-rounds"), "--set is 'num-rounds', allowed: key=value"),
         (("--partitions", "iid,odd"), "partition is 'odd', allowed"),

@@ -18,6 +18,7 @@ from kindred.client.state import ClientState
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.messages import BETWEEN, RECEIVED, to_record
+from kindred.objectives import Number
 
 from .scores import evaluate
 from .test_conformance import everything, make
@@ -86,6 +87,14 @@ def test_a_site_s_data_are_checked_when_it_is_made(parts, says) -> None:
         (None, "ValueError: what load_site returned is None, allowed: a Site"),
         ({"test": (X, Y + 2)}, "ValueError: test: labels go from 2 to 2, its network has 2 classes"),
         ({"validation": (X, Y - 1)}, "ValueError: validation: labels go from -1 to -1, its network has 2 classes"),
+        (
+            {"test": (X.clone().index_fill_(0, torch.tensor(3), torch.nan), Y)},
+            "ValueError: test has inputs that are not finite: the first is in sample 3",
+        ),
+        (
+            {"train": (X, torch.tensor([1.0, 2, torch.inf, 0, 0, 0])), "test": (X, X[:, 0]), "objective": Number()},
+            "ValueError: train has targets that are not finite: the first is in sample 2",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_site_is_in_its_introduction(parts, problem) -> None:

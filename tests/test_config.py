@@ -70,17 +70,18 @@ def test_uv_excludes_exactly_the_dependencies_that_pip_installs() -> None:
         ("weather", 1, "unknown setting weather; known: strategy, seed, "),
         ("strategy", "fedamb", "strategy is 'fedamb', allowed: one of fedamp, heurfedamp, "),
         ("dataset", "imagenet", "dataset is 'imagenet', allowed: one of digits, mnist, "),
-        ("num-clients", 0, "num-clients is 0, allowed: 2 or more (int)"),
-        ("num-clients", 1, "num-clients is 1, allowed: 2 or more (int)"),
-        ("num-rounds", "5", "num-rounds is '5', allowed: 1 or more (int)"),
-        ("num-rounds", 2.5, "num-rounds is 2.5, allowed: 1 or more (int)"),
-        ("num-rounds", True, "num-rounds is True, allowed: 1 or more (int)"),
-        ("learning-rate", 0, "learning-rate is 0.0, allowed: more than 0 (float)"),
-        ("learning-rate", float("inf"), "learning-rate is inf, allowed: more than 0 (float)"),
+        ("num-clients", 0, "num-clients is 0, allowed: 2 to 1,000,000 (int)"),
+        ("num-clients", 1, "num-clients is 1, allowed: 2 to 1,000,000 (int)"),
+        ("num-rounds", "5", "num-rounds is '5', allowed: 1 to 1,000,000 (int)"),
+        ("num-rounds", 2.5, "num-rounds is 2.5, allowed: 1 to 1,000,000 (int)"),
+        ("num-rounds", True, "num-rounds is True, allowed: 1 to 1,000,000 (int)"),
+        ("learning-rate", 0, "learning-rate is 0.0, allowed: more than 0, at most 1,000 (float)"),
+        ("learning-rate", float("inf"), "learning-rate is inf, allowed: more than 0, at most 1,000 (float)"),
         (
             "sigma",
             float("nan"),
-            "sigma is nan, allowed: more than 0, or auto (FedAMP); more than 0 (HeurFedAMP); default, which is ",
+            "sigma is nan, allowed: more than 0, at most 1e+12, or auto (FedAMP); "
+            "more than 0, at most 1e+12 (HeurFedAMP); default, which is ",
         ),
         ("fraction-train", 1.5, "fraction-train is 1.5, allowed: more than 0, at most 1 (float)"),
         ("self-weight", 1.5, "self-weight is 1.5, allowed: 0 to 1, uniform "),
@@ -151,5 +152,5 @@ def test_both_methods_accept_a_number_for_sigma_and_have_their_own_default() -> 
     assert Config().sigma == "default"
     assert [make_strategy(Config(strategy=name)).sigma for name in ("fedamp", "heurfedamp")] == ["auto", 100.0]
     assert [make_strategy(Config(strategy=name, sigma=10)).sigma for name in ("fedamp", "heurfedamp")] == [10.0, 10.0]
-    with pytest.raises(ConfigError, match="^heurfedamp: sigma is 'auto', allowed: more than 0$"):
+    with pytest.raises(ConfigError, match="^heurfedamp: sigma is 'auto', allowed: more than 0, at most 1e\\+12$"):
         make_strategy(Config(strategy="heurfedamp", sigma="auto"))

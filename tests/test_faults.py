@@ -575,6 +575,68 @@ def test_an_invalid_name_is_not_accepted(name, caplog) -> None:
     assert any(line.startswith("kindred: the client id of node 1001 is") for line in caplog.messages)
 
 
+CYRILLIC, COMBINED = "l\u0443on", "orle\u0301ans"  # as lyon and orléans look
+
+
+@pytest.mark.parametrize(
+    ("first", "twin"),
+    [
+        (7, "7"),
+        ("7", 7),
+        ("lyon", "Lyon "),
+        ("orl\u00e9ans", COMBINED),
+        ("stra\u00dfe", "STRASSE"),
+        ("\uff4cyon", "lyon"),
+    ],
+)
+def test_ids_that_look_the_same_are_one_client_s(first, twin, caplog) -> None:
+    """The twin connects in round 2 and is refused; from round 4 on, the first node is gone, and it is that client."""
+    grid = Present(named_app([twin, "oslo", first]), 3, lambda r, i: r >= 2 if i == 0 else i == 1 or r < 4)
+    strategy, seen = Local(), {}
+
+    def on_round(server_round: int) -> None:
+        seen[server_round] = dict(strategy.roster.nodes)
+        grid.next(server_round)
+
+    strategy.start(grid, initial(), 5, on_round=on_round)
+    assert seen[3] == {"oslo": 1002, first: 1003} and seen[5] == {"oslo": 1002, first: 1001}
+    assert {row["client"] for row in strategy.history.rows} == {"oslo", first}
+    assert [line for line in caplog.messages if "takes no part" in line] == [
+        f"kindred: node 1001 takes no part: its client id is {first}, which node 1003 already has"
+    ]
+    together = Local()
+    together.start(InlineGrid(named_app([first, "oslo", twin]), 3), initial(), 1)
+    assert together.roster.nodes == {first: 1001, "oslo": 1002}
+
+
+@pytest.mark.parametrize("name", [CYRILLIC, "lyon-\u0430", "\u03bfslo-2", "\u0430\u03b1"])
+def test_an_id_of_several_scripts_is_refused(name, caplog) -> None:
+    strategy = Local(min_available_nodes=1)
+    strategy.start(InlineGrid(named_app([name, "\u043c\u0438\u0440-1", "\u6771\u4eac A"]), 3), initial(), 1)
+    assert set(strategy.roster.nodes.values()) == {1002, 1003}
+    (said,) = [line for line in caplog.messages if "takes no part" in line]
+    assert re.search(rf"its client id {name} has letters of [A-Z]+ and [A-Z]+ script, allowed: of one of them$", said)
+
+
+def test_a_run_that_is_resumed_knows_its_clients_by_any_spelling(tmp_path) -> None:
+    for rounds, name in ((1, 7), (2, "7")):
+        strategy = FedAvg()
+        strategy.start(InlineGrid(named_app([name, "oslo"]), 2), initial(), rounds, checkpoints=Checkpoints(tmp_path))
+        assert strategy.roster.nodes == {7: 1001, "oslo": 1002}
+
+
+@pytest.mark.parametrize("claimed", [1003, "1003"])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_node_without_a_name_keeps_its_number(claimed, later, caplog) -> None:
+    """A node with a lower number reports the number of another one, which is there already or comes later."""
+    grid = Present(named_app([claimed, "oslo", 1003]), 3, lambda r, i: i < 2 or not later or r >= 2)
+    strategy = Local()
+    strategy.start(grid, initial(), 3, on_round=grid.next)
+    assert strategy.roster.nodes == {1003: 1003, "oslo": 1002}
+    said = [line for line in caplog.messages if "takes no part" in line]
+    assert said == ["kindred: node 1001 takes no part: its client id is 1003, which node 1003 already has"]
+
+
 def test_a_reply_from_another_node_is_refused_without_a_strike() -> None:
     """Otherwise a node that replies in another client's name could get that client excluded."""
 
@@ -1118,7 +1180,8 @@ def fedavg_in_numpy(rounds: list[tuple[list[int], list[int]]]) -> list[np.ndarra
     model, after = np.zeros(8), []
     for _, answered in rounds:
         if answered:
-            counter = trained(model, answered[0])[7]  # counters are not averaged
+            counters = [trained(model, c)[7] for c in answered] if len(answered) > 1 else [model[7]]
+            counter = sorted(counters)[(len(counters) - 1) // 2]  # counters are not averaged
             model = np.average([trained(model, c) for c in answered], axis=0, weights=[10 * (c + 1) for c in answered])
             model[7] = counter
         after.append(model)

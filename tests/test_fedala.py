@@ -16,7 +16,7 @@ from kindred.client.training import NOT_FINITE, get_arrays, set_arrays
 from kindred.engine.simulated_state import saved_files
 from kindred.messages import by_prefix, read_record, to_record
 
-from .client_apps import saved_models
+from .client_apps import DIVERGING, saved_models
 from .grids import FaultyGrid
 from .scores import evaluate
 from .test_client import CLIENTS, SETTINGS, app, load_site, network
@@ -276,7 +276,7 @@ class Exploding(FedALA):
         return super().round_config(server_round, client) | (self.changed if server_round == 2 else {})
 
 
-@pytest.mark.parametrize("changed", [{"learning-rate": 1e35}, {"ala-learning-rate": float("nan")}])
+@pytest.mark.parametrize("changed", [DIVERGING, {"ala-learning-rate": float("nan")}])
 def test_a_model_that_becomes_infinite_does_not_replace_the_last_finite_one(changed) -> None:
     kept = {}
     strategy = Exploding()
@@ -300,7 +300,7 @@ def test_a_model_that_becomes_infinite_does_not_replace_the_last_finite_one(chan
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"head_layers": 0}, "head_layers is 0, allowed: 1 or more"),
+        ({"head_layers": 0}, "head_layers is 0, allowed: 1 to 1,000"),
         ({"ala_share": 0.0}, "ala_share is 0.0, allowed: more than 0, at most 1"),
         ({"ala_share": 1.1}, "ala_share is 1.1, allowed: more than 0, at most 1"),
         ({"ala_learning_rate": 0.0}, "ala_learning_rate is 0.0, allowed: more than 0"),

@@ -255,7 +255,7 @@ def test_alpha_decays_at_fixed_intervals_and_sets_the_proximal_weight() -> None:
     assert method.round_config(31, 0) == {"proximal-mu": pytest.approx(0.2)}
 
 
-@pytest.mark.parametrize("lam", [0.0, 1e-3, 1.0, 1e30])
+@pytest.mark.parametrize("lam", [0.0, 1e-3, 1.0, 1e12])
 def test_the_proximal_weight_stays_finite_in_float32_however_far_alpha_has_decayed(lam) -> None:
     method = FedAMP(lam=lam)
     mu = [method.round_config(k, 0)["proximal-mu"] for k in (1, 600, 1200, 10_000, 1_000_000)]
@@ -268,8 +268,8 @@ def test_the_proximal_weight_stays_finite_in_float32_however_far_alpha_has_decay
     ("make", "named"),
     [
         (lambda: FedAMP(sigma=0), "sigma is 0"),
-        (lambda: FedAMP(sigma="median"), "sigma is 'median', allowed: more than 0, or auto"),
-        (lambda: HeurFedAMP(sigma="auto"), "sigma is 'auto', allowed: more than 0$"),
+        (lambda: FedAMP(sigma="median"), "sigma is 'median', allowed: more than 0, at most 1e\\+12, or auto"),
+        (lambda: HeurFedAMP(sigma="auto"), "sigma is 'auto', allowed: more than 0, at most 1e\\+12$"),
         (
             lambda: FedAMP(self_weight="groups"),
             "self_weight is 'groups', allowed: groups only with the argument groups",

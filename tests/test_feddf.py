@@ -105,11 +105,11 @@ def test_a_normalised_student_estimates_its_statistics_on_the_public_images() ->
 # --- One network ----------------------------------------------------------------------------------------
 
 
-def one_network(app=plain_app, grid=None, **settings) -> FedDF:
+def one_network(app=plain_app, grid=None, method=FedDF, **settings) -> FedDF:
     """Run the plain clients, or those with a network of ours."""
     plain = app is plain_app
     given = {"models": {"network": Plain if plain else small}, "public": POINTS, "device": "cpu"}
-    strategy = FedDF(**(given | settings))
+    strategy = method(**(given | settings))
     start = initial() if plain else to_record(get_arrays(small()))
     strategy.start(grid or InlineGrid(app(), 6), start, 4)
     return strategy
@@ -206,7 +206,12 @@ def test_a_model_whose_logits_overflow_is_refused() -> None:
 
 
 def test_a_student_that_overflows_is_not_used(caplog) -> None:
-    strategy = one_network(distill_steps=2, distill_learning_rate=1e37, public=torch.cat([POINTS, 1e3 * POINTS]))
+    class Leaping(FedDF):
+        def begin(self, initial_arrays) -> None:
+            super().begin(initial_arrays)
+            self.distill_learning_rate = 1e37
+
+    strategy = one_network(method=Leaping, distill_steps=2, public=torch.cat([POINTS, 1e3 * POINTS]))
     assert "distilling network gave weights that are not finite" in caplog.text
     fedavg = FedAvg()
     fedavg.start(InlineGrid(plain_app(), 6), initial(), 4)
@@ -218,9 +223,9 @@ def test_a_student_that_overflows_is_not_used(caplog) -> None:
     [
         ({"models": {}}, r"models is \[\], allowed: one network or more"),
         ({"public": POINTS[:0]}, r"public is \(0, 2\), allowed: one image or more"),
-        ({"distill_steps": -1}, "distill_steps is -1, allowed: 0 or more"),
+        ({"distill_steps": -1}, "distill_steps is -1, allowed: 0 to 1,000,000"),
         ({"distill_learning_rate": 0.0}, "distill_learning_rate is 0.0, allowed: more than 0"),
-        ({"public_batch_size": 0}, "public_batch_size is 0, allowed: 1 or more"),
+        ({"public_batch_size": 0}, "public_batch_size is 0, allowed: 1 to 1,000,000"),
     ],
 )
 def test_a_bad_argument_is_named(changed, message) -> None:

@@ -355,7 +355,7 @@ def test_invalid_weights_count_as_a_missing_reply(weights) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"num_neighbours": -1}, "num_neighbours is -1, allowed: 0 or more"),
+        ({"num_neighbours": -1}, "num_neighbours is -1, allowed: 0 to 1,000,000"),
         ({"epsilon": 1.1}, "epsilon is 1.1, allowed: 0 to 1"),
     ],
 )

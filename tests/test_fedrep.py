@@ -16,7 +16,7 @@ from kindred.client.training import NOT_FINITE, get_arrays, set_arrays
 from kindred.engine.simulated_state import saved_files
 from kindred.messages import read_record, to_record
 
-from .client_apps import saved_models
+from .client_apps import DIVERGING, saved_models
 from .grids import FaultyGrid
 from .scores import evaluate
 from .test_client import CLIENTS, SETTINGS, app, load_site, network
@@ -269,7 +269,7 @@ def _still(content: RecordDict) -> None:
 
 class Exploding(FedRep):
     def round_config(self, server_round, client):
-        return super().round_config(server_round, client) | ({"learning-rate": 1e35} if server_round == 2 else {})
+        return super().round_config(server_round, client) | (DIVERGING if server_round == 2 else {})
 
 
 def test_a_model_that_becomes_infinite_does_not_replace_the_last_finite_one() -> None:
@@ -288,8 +288,8 @@ def test_a_model_that_becomes_infinite_does_not_replace_the_last_finite_one() ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"head_layers": 0}, "head_layers is 0, allowed: 1 or more"),
-        ({"head_epochs": -1}, "head_epochs is -1, allowed: 0 or more"),
+        ({"head_layers": 0}, "head_layers is 0, allowed: 1 to 1,000"),
+        ({"head_epochs": -1}, "head_epochs is -1, allowed: 0 to 10,000"),
     ],
 )
 def test_an_invalid_setting_is_named(settings, message) -> None:

@@ -370,11 +370,11 @@ def test_bad_input_found_by_the_app_gives_code_2_and_the_app_s_message() -> None
         "Traceback (most recent call last):\n"
         '  File "app.py", line 1, in main\n'
         "    run(config)\n"
-        "kindred.server_app.config.ConfigError: num-rounds is 0, allowed: 1 or more (int)\n"
+        "kindred.server_app.config.ConfigError: num-rounds is 0, allowed: 1 to 1,000,000 (int)\n"
         "\x1b[91mERROR \x1b[0m:     Exit Code: 700\n"
     )
     assert lines == []
-    assert log.failure("whatever")[:2] == (2, "num-rounds is 0, allowed: 1 or more (int)")
+    assert log.failure("whatever")[:2] == (2, "num-rounds is 0, allowed: 1 to 1,000,000 (int)")
 
 
 def test_the_reason_of_a_failure_is_the_last_exception_not_raised_by_flower() -> None:

@@ -134,7 +134,7 @@ def test_a_resumed_run_draws_the_same_numbers(tmp_path) -> None:
 
 
 def test_a_negative_number_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_local_epochs is -1, allowed: 0 or more"):
+    with pytest.raises(ValueError, match="max_local_epochs is -1, allowed: 0 to 10,000"):
         FedAvg(max_local_epochs=-1)
-    with pytest.raises(ConfigError, match="max-local-epochs is -1, allowed: 0 or more"):
+    with pytest.raises(ConfigError, match="max-local-epochs is -1, allowed: 0 to 10,000"):
         Config.from_run_config({"max-local-epochs": -1})

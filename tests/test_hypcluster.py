@@ -219,7 +219,7 @@ def test_a_model_that_no_client_trained_does_not_change() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"num_clusters": 0}, "num_clusters is 0, allowed: 1 or more"),
+        ({"num_clusters": 0}, "num_clusters is 0, allowed: 1 to 1,000"),
         (
             {"num_clusters": 3, "other_models": [two_weights.model(FIRST)]},
             "other_models is '1 models', allowed: 2, all but the first",

@@ -129,7 +129,7 @@ def test_out_of_range_arguments_are_named(name, value) -> None:
 
 @pytest.mark.parametrize("value", [-1, 0.5])
 def test_out_of_range_epochs_of_adaptation_are_named(value) -> None:
-    with pytest.raises(ValueError, match=f"adapt_epochs is {value}, allowed: 0 or more"):
+    with pytest.raises(ValueError, match=f"adapt_epochs is {value}, allowed: 0 to 10,000"):
         per_fedavg(adapt_epochs=value)
 
 

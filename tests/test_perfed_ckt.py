@@ -177,13 +177,13 @@ def test_floats_are_counted_as_in_the_paper() -> None:
 @pytest.mark.parametrize(
     ("wrong", "allowed"),
     [
-        ({"num_clusters": 0}, "num_clusters is 0, allowed: 1 or more"),
-        ({"distill_weight": -0.1}, "distill_weight is -0.1, allowed: 0 or more"),
-        ({"distill_weight": float("nan")}, "distill_weight is nan, allowed: 0 or more"),
-        ({"local_steps": 0}, "local_steps is 0, allowed: 1 or more"),
-        ({"public_batch_size": 0}, "public_batch_size is 0, allowed: 1 or more"),
-        ({"warmup_rounds": -1}, "warmup_rounds is -1, allowed: 0 or more"),
-        ({"min_cluster_size": 0}, "min_cluster_size is 0, allowed: 1 or more"),
+        ({"num_clusters": 0}, "num_clusters is 0, allowed: 1 to 1,000"),
+        ({"distill_weight": -0.1}, "distill_weight is -0.1, allowed: 0 to 1,000,000"),
+        ({"distill_weight": float("nan")}, "distill_weight is nan, allowed: 0 to 1,000,000"),
+        ({"local_steps": 0}, "local_steps is 0, allowed: 1 to 1,000,000"),
+        ({"public_batch_size": 0}, "public_batch_size is 0, allowed: 1 to 1,000,000"),
+        ({"warmup_rounds": -1}, "warmup_rounds is -1, allowed: 0 to 1,000,000"),
+        ({"min_cluster_size": 0}, "min_cluster_size is 0, allowed: 1 to 1,000,000"),
         ({"logits_dtype": "float64"}, "logits_dtype is 'float64', allowed: float32, float16"),
     ],
 )

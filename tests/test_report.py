@@ -532,6 +532,52 @@ def test_a_missing_folder_is_bad_input(tmp_path):
 # --- Safe and small -------------------------------------------------------------------------------------
 
 
+DAMAGED = (
+    "null",
+    "[]",
+    "[null]",
+    "3",
+    "{}",
+    "[" * 100_000,
+    '{"a":' * 100_000,
+    '{"settings": null}',
+    '{"settings": {"strategy": null}}',
+    '{"settings": {"strategy": ["local"], "dataset": 3}}',
+    '{"clients": 3, "rounds": null}',
+    '[{"clients": null}]',
+)
+every_damage = pytest.mark.parametrize("content", DAMAGED, ids=lambda content: content[:40])
+
+
+def said_in_one_line(*command: str) -> bool:
+    """Run a command; return whether it ended with one line and code 2, and not without an error."""
+    done = CliRunner().invoke(cli.app, list(command))
+    assert done.exit_code in (0, 2) and (done.exception is None or isinstance(done.exception, SystemExit))
+    assert done.exit_code == 0 or re.fullmatch(r"kindred: [^\n]+\n", done.stderr.replace("writing the report\n", ""))
+    return done.exit_code == 2
+
+
+@every_damage
+def test_report_says_what_is_damaged_in_one_line(content, run, comparison, tmp_path) -> None:
+    for folder, name in ((run, "config.json"), (comparison, "comparison.json")):
+        copy = shutil.copytree(folder, tmp_path / folder.name)
+        (copy / name).write_text(content)
+        assert said_in_one_line("report", str(copy))
+    for name in ("summary.json", "clusters.json"):  # which a run need not have
+        copy = shutil.copytree(run, tmp_path / name)
+        (copy / name).write_text(content)
+        refused = said_in_one_line("report", str(copy))
+        assert refused or content not in ("[null]", "3", *DAMAGED[5:7])
+
+
+@every_damage
+def test_resume_says_what_is_damaged_in_one_line(content, run, tmp_path) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "summary.json").unlink()
+    (copy / "config.json").write_text(content)
+    assert said_in_one_line("run", "--engine=inline", f"--resume={copy}")
+
+
 @pytest.fixture(scope="module")
 def nasty(tmp_path_factory):
     """A run whose client names and reasons contain markup and script."""

@@ -172,7 +172,7 @@ def test_fedavg_is_the_mean_weighted_by_samples() -> None:
     result = strategy.start(InlineGrid(plain_app(), 2), initial(), 1)
     means = [read_array(result.arrays["norm.running_mean"])[0], read_array(result.arrays["norm.num_batches_tracked"])]
     assert means[0] == pytest.approx((1 * 1 + 2 * 2) / 3)  # each adds its number, n = 10 and 20
-    assert means[1] == 1  # counters are not averaged
+    assert means[1] == 1  # of 1 and 2 and the server's own, 0
     assert strategy.collaboration()[1] == pytest.approx(np.eye(2))  # the model sent was no client's
     two = FedAvg()
     two.start(InlineGrid(plain_app(), 2), initial(), 2)

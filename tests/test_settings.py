@@ -17,8 +17,8 @@ from kindred.engine import strategy as engine
 from kindred.engine.arguments import Shared, StoredShared
 from kindred.engine.stored import StoredModels
 from kindred.server_app.app import make_strategy, needed_by
-from kindred.server_app.config import OWN_DEFAULT, Config, shared
-from kindred.settings import ROUNDS, Range, Setting, above, at_least, meant_by, one_of, within
+from kindred.server_app.config import OWN_DEFAULT, SETTINGS, Config, shared
+from kindred.settings import ROUNDS, SEED, Range, Setting, above, at_least, meant_by, one_of, within
 
 from .client_apps import initial, plain_app
 
@@ -160,3 +160,13 @@ def test_an_unused_setting_of_local_training_gets_a_warning(config, warned, monk
     monkeypatch.setattr(engine, "log", lambda level, text, *values: said.append(text % values))
     Local().start(InlineGrid(plain_app(), 2), initial(), 1, train_config=ConfigRecord(config))
     assert [line.removeprefix("kindred: ") for line in said if "train_config" in line] == warned
+
+
+def test_no_number_of_a_setting_is_without_a_bound() -> None:
+    """Apart from the seed, whose bound is what a message can carry."""
+    settings = {*SETTINGS.values(), *(each for name in REGISTRY.own for each in REGISTRY[name].settings)}
+    for setting in (each for each in settings if each.name != SEED.name):
+        for huge in (2**40, 1e300):
+            if type(huge).__name__ in setting.kind.split(" | "):
+                with pytest.raises(ValueError, match=r"^it is .*, allowed: "):
+                    setting.check(huge, "it")

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from kindred import FedAvg, InlineGrid, Local, PersonalizedStrategy, TooFewClients
 from kindred.engine.admission import MAX_METRICS, MAX_NUMBERS, Refused, admit, admit_introduction
+from kindred.engine.checkpoint import Checkpoints
 from kindred.engine.history import MAX_COLUMNS, History
 from kindred.messages import KNOWN_METRICS, MOST
 from kindred.server_app.summary import summarise
@@ -211,6 +212,11 @@ def test_admitted_metrics_can_be_averaged_and_written(found, config) -> None:
         ({"samples-trained": 1.5}, "samples-trained is 1.5, allowed: 0 to 1000000000000"),
         ({"num-test-examples": -1}, "num-test-examples is -1, allowed: 0 to 1000000000000"),
         ({f"m{i}": 1 for i in range(MAX_METRICS)}, "it has 1001 metrics, allowed: up to 1000"),
+        (
+            {f"{i:0199}": 1 for i in range(900)},
+            "its 901 metrics take 186320 bytes with their names, allowed: up to 16000",
+        ),
+        ({f"{i:0100}é": 1 for i in range(146)}, "its 147 metrics take 16080 bytes with their names, allowed: up to"),
     ],
 )
 def test_an_unusable_metric_is_named(metrics, reason) -> None:
@@ -354,6 +360,23 @@ def test_a_run_keeps_a_bounded_number_of_metric_names_and_prefers_those_of_most_
     assert {"train_loss", "trained-accuracy", "num-examples"} <= set.intersection(*map(set, strategy.history.rows))
     assert [line.get("metrics-dropped", 0) for line in strategy.history.rounds] == [400, 900, 900, 900]
     assert any(f"a run keeps {MAX_COLUMNS} names" in line for line in caplog.messages)
+
+
+def test_a_client_with_huge_names_of_metrics_cannot_make_checkpoints_large(tmp_path) -> None:
+    """The honest run's checkpoint, with a row of metrics that is as large as one may be, bounds the other one."""
+
+    def inventive(content: RecordDict) -> None:
+        content["metrics"].update({f"{i:0199}": 1.0 for i in range(900)})
+
+    sizes = {}
+    for fate in ("ok", inventive):
+        checkpoints = Checkpoints(tmp_path / str(fate))
+        grid = FaultyGrid(plain_app(True), 4, lambda r, c, fate=fate: "ok" if c else fate)
+        strategy = FedAvg(max_strikes=0)
+        strategy.start(grid, initial(), 4, checkpoints=checkpoints)
+        sizes[fate] = max(file.stat().st_size for file in checkpoints.folder.iterdir())
+    assert sizes[inventive] < 1.5 * sizes["ok"]
+    assert {row["status"][:14] for row in strategy.history.rows if row["client"] == 1001} == {"refused: its 9", "ok"}
 
 
 def test_a_client_alone_in_a_round_cannot_fill_the_table_with_its_names() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import csv
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kindred.engine.history import is_status
-from kindred.messages import MOST
+from kindred.messages import MOST, first_line
 from kindred.server_app.config import ConfigError
 from kindred.server_app.tables import read_table
 
@@ -30,8 +32,20 @@ def read_json(path: Path, otherwise: Any = _REQUIRED) -> Any:
         raise ConfigError(
             f"{str(path.parent)!r} holds neither the config.json of a run nor the {COMPARISON} of a comparison"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+
+
+@contextmanager
+def naming_damage(folder: Path) -> Iterator[None]:
+    """Turn an exception at JSON that is not as it was written into a ConfigError that names the folder."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = first_line(f"{type(error).__name__}: {error}")
+        raise ConfigError(f"{folder} holds a damaged file, not as `kindred run` wrote it: {reason}") from error
 
 
 def rows_of(path: Path, *needed: str) -> list[dict[str, Any]]:

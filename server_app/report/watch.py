@@ -22,6 +22,7 @@ from kindred.server_app.config import ConfigError
 from kindred.server_app.run_files import is_finished
 
 from .content import run_content
+from .reading import naming_damage
 from .render import embedded, page
 
 HOST = "127.0.0.1"
@@ -49,7 +50,8 @@ class RunPage:
         with self._lock:
             state = self._state()
             if self._made[0] != state:
-                self._made = state, run_content(self.folder)
+                with naming_damage(self.folder):
+                    self._made = state, run_content(self.folder)
             return self._made[1]
 
     def _state(self) -> list[Any]:

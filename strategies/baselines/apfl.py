@@ -80,7 +80,7 @@ else:
 SGD_LEARNING_RATE = Setting(
     "sgd_learning_rate",
     0.2,
-    above(0),
+    above(0, 1000),
     "step size of its plain SGD (eta), which ignores optimizer and learning-rate",
     trial=0.1,
 )

@@ -40,7 +40,7 @@ What the paper leaves open, and where we or others depart from it:
 - The server therefore keeps, for each division, the model that was sent and all updates, as in the paper. For every
   level of the tree this takes about as much memory as the updates of a round.
 - Norms and cosines use parameters only. Floating-point buffers are averaged like parameters; integer buffers are the
-  first client's.
+  median of all clients' in the round.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from kindred.lazy import lazy
 from kindred.messages import RECEIVED, ClientId, in_order, read_record
 from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import MODEL_BOTH_WAYS, Method
-from kindred.settings import Setting, at_least, one_of
+from kindred.settings import Setting, one_of, within
 
 if TYPE_CHECKING:
     from scipy.cluster import hierarchy
@@ -75,12 +75,12 @@ else:
     hierarchy, distance = lazy("scipy.cluster.hierarchy"), lazy("scipy.spatial.distance")
 
 EPS1 = Setting(
-    "eps1", 0.4, at_least(0), "a cluster is divided only if the norm of its mean update is below this", trial=10.0
+    "eps1", 0.4, within(0, 1e12), "a cluster is divided only if the norm of its mean update is below this", trial=10.0
 )
 EPS2 = Setting(
     "eps2",
     0.95,
-    at_least(0),
+    within(0, 1e12),
     "a cluster is divided only if the largest of its clients' updates, by criterion, is above this",
     trial=0.001,
 )
@@ -367,9 +367,11 @@ class ClusteredFL(PersonalizedStrategy):
         row = mean.result()
         if row is None:  # no client has a weight
             return
-        model = self.layout.record(row, self._counters[clients[0]])
+        cluster = self._tree[number]
+        integers = self.layout.integer_medians([*self._counters.values()], read_record(cluster.model))
+        model = self.layout.record(row, integers)
 
-        cluster, rows = self._tree[number], self._to_updates(number, clients)
+        rows = self._to_updates(number, clients)
         examples = np.array([mean.weights[client] for client in clients])
         mean_norm, each = update_norms(lambda: self._blocks(rows), examples)
         for client, length in zip(clients, each.tolist(), strict=True):

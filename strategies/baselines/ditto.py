@@ -38,14 +38,14 @@ from kindred.engine.arguments import AveragedShared
 from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, TRAINED, ClientId, to_record
 from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import MODEL_BOTH_WAYS, Method
-from kindred.settings import Setting, at_least
+from kindred.settings import Setting, within
 
 from .fedavg import Averaging
 
 DITTO_LAMBDA = Setting(
     "ditto_lambda",
     1.0,
-    at_least(0),
+    within(0, 10**6),
     "weight of half the squared distance of the personal model from the global one",
     trial=0.5,
 )

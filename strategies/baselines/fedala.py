@@ -66,7 +66,7 @@ from kindred.messages import (
 )
 from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import MODEL_BOTH_WAYS, Method
-from kindred.settings import A_SHARE, Setting, above, at_least
+from kindred.settings import A_SHARE, Setting, above, within
 
 from .fedavg import Averaging
 from .fedrep import HEAD, training_only
@@ -79,9 +79,9 @@ else:
 
 ALA = "ala"  # name under which a client keeps the last layers of its local model, and W_i
 LOCAL, WEIGHTS = "local", "weights"
-HEAD_LAYERS = Setting("head_layers", 1, at_least(1), "number of last layers of the network that are mixed")
+HEAD_LAYERS = Setting("head_layers", 1, within(1, 1000), "number of last layers of the network that are mixed")
 ALA_SHARE = Setting("ala_share", 0.8, A_SHARE, "share of the training images on which mixing weights are learned (s)")
-ALA_LEARNING_RATE = Setting("ala_learning_rate", 1.0, above(0), "step size of the mixing weights (eta)")
+ALA_LEARNING_RATE = Setting("ala_learning_rate", 1.0, above(0, 1000), "step size of the mixing weights (eta)")
 ALA_WEIGHT = "ala-weight"  # the mean of W_i, in the history
 
 LOOK_BACK, STEADY, MOST_EPOCHS = 10, 0.01, 100

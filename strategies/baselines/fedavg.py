@@ -25,7 +25,7 @@ Where we depart from the papers:
 - `aggregation` can replace the weighted mean by a rule that bounds the part of a minority of attackers
   (`parts/aggregation.py`).
 - Momentum and the proximal term are for parameters. Floating-point buffers are averaged like parameters; integer
-  buffers are the first client's. Fine-tuning has no proximal term.
+  buffers are the clients' median. Fine-tuning has no proximal term.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from kindred.messages import (
 )
 from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import MODEL_BOTH_WAYS, Method
-from kindred.settings import Range, Setting, at_least
+from kindred.settings import Range, Setting, within
 
 BETA = Setting(
     "server_momentum",
@@ -68,11 +68,13 @@ BETA = Setting(
 MU = Setting(
     "proximal_mu",
     0.01,
-    at_least(0),
+    within(0, 10**6),
     "weight mu of the proximal term, mu/2 times the squared distance from the global model",
     trial=0.5,
 )
-TUNING_EPOCHS = Setting("finetune_epochs", 1, at_least(0), "epochs for which each client fine-tunes the global model")
+TUNING_EPOCHS = Setting(
+    "finetune_epochs", 1, within(0, 10_000), "epochs for which each client fine-tunes the global model"
+)
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -146,7 +148,8 @@ class Averaging(PersonalizedStrategy):
         mean = self._mean.result()
         if mean is not None:
             self._examples = self._mean.weights
-            self.global_model = self.layout.record(mean, self._counters[answered[0]])
+            integers = self.layout.integer_medians([*self._counters.values()], read_record(self.global_model))
+            self.global_model = self.layout.record(mean, integers)
 
     def global_arrays(self) -> ArrayRecord:
         return self.global_model

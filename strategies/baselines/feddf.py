@@ -26,7 +26,7 @@ What the paper leaves open, and where we or others depart from it:
   the paper.
 - Normalisation: teachers use the buffers that their clients sent. A student is in training mode. It starts with the
   mean of the buffers and normalises by the batch. Its running statistics become those of the public images, on which
-  its weights are trained. Its integer buffers continue from those of its network's first client.
+  its weights are trained. Its integer buffers continue from the median of its network's clients.
 - A network none of whose clients replied in a round is distilled from its last model.
 - A client's model whose logits overflow is refused, because a single one would spoil the teacher. If a student's
   weights overflow, for example because the step size is too large, the round's mean is used instead.
@@ -77,7 +77,7 @@ from kindred.messages import (
 from kindred.objectives import Objective
 from kindred.parts.aggregation import AGGREGATION, aggregate
 from kindred.registry import MODEL_BOTH_WAYS, Method
-from kindred.settings import DEVICE, Setting, above, at_least
+from kindred.settings import DEVICE, Setting, above, within
 
 if TYPE_CHECKING:
     import torch
@@ -87,14 +87,14 @@ else:
 DISTILL_STEPS = Setting(
     "distill_steps",
     200,
-    at_least(0),
+    within(0, 10**6),
     "steps per round by which the server distils the clients' models into one; 0 is FedAvg",
     trial=3,
 )
 DISTILL_LEARNING_RATE = Setting(
-    "distill_learning_rate", 0.001, above(0), "initial step size of Adam in distillation", trial=0.01
+    "distill_learning_rate", 0.001, above(0, 1000), "initial step size of Adam in distillation", trial=0.01
 )
-PUBLIC_BATCH_SIZE = Setting("public_batch_size", 128, at_least(1), "public images per step", trial=2)
+PUBLIC_BATCH_SIZE = Setting("public_batch_size", 128, within(1, 10**6), "public images per step", trial=2)
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -334,8 +334,9 @@ class FedDF(PersonalizedStrategy):
         for name, layout in self._layouts.items():
             mean = self._means[name].result()
             if mean is not None:
-                first = next(iter(self._means[name].weights))
-                self._globals[name] = layout.record(mean, self._counters[first])
+                counters = [self._counters[client] for client in self._means[name].claimed]
+                integers = layout.integer_medians(counters, read_record(self._globals[name]))
+                self._globals[name] = layout.record(mean, integers)
                 self._shares[name] = self._means[name].weights
             if wanted is not None:
                 self._distil(name, wanted.to(self._images.device), server_round)

@@ -70,7 +70,7 @@ from kindred.objectives import SMALLEST
 from kindred.parts.aggregation import AGGREGATION
 from kindred.parts.mixture import Arrays, evaluation_inputs, keep_mixture, mixture_scores
 from kindred.registry import Method
-from kindred.settings import TRUE_OR_FALSE, Setting, at_least
+from kindred.settings import TRUE_OR_FALSE, Setting, within
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ else:
 SHARES = "shares"  # name under which a client keeps its shares, and name of the array in that file
 OPTIMIZERS = "optimizers"  # name under which a client keeps the state of the components' optimisers
 
-NUM_COMPONENTS = Setting("num_components", 3, at_least(1), "models that each client mixes (M)", trial=2)
+NUM_COMPONENTS = Setting("num_components", 3, within(1, 1000), "models that each client mixes (M)", trial=2)
 KEEP_OPTIMIZER = Setting(
     "keep_optimizer",
     False,

@@ -71,7 +71,7 @@ from kindred.messages import (
 from kindred.parts.combination import combined
 from kindred.parts.neighbours import choose_neighbours
 from kindred.registry import Method
-from kindred.settings import STORE, Setting, at_least, within
+from kindred.settings import STORE, Setting, within
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ Arrays = Mapping[str, np.ndarray]
 NUM_NEIGHBOURS = Setting(
     "num_neighbours",
     3,
-    at_least(0),
+    within(0, 10**6),
     "models of other clients that a client receives per round (M); 0 is local training",
     trial=2,
 )

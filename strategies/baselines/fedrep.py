@@ -46,7 +46,7 @@ from kindred.errors import Reportable
 from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, ClientId, to_record
 from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import Method
-from kindred.settings import Setting, at_least
+from kindred.settings import Setting, within
 
 from .fedavg import Averaging
 
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     import torch
 
 HEAD = "head"  # in a message: the names of the head's arrays
-HEAD_LAYERS = Setting("head_layers", 1, at_least(1), "number of last layers of the network that stay at the client")
+HEAD_LAYERS = Setting("head_layers", 1, within(1, 1000), "number of last layers of the network that stay at the client")
 HEAD_EPOCHS = Setting(
-    "head_epochs", 5, at_least(0), "epochs on the last layers, before local-epochs on the others", trial=1
+    "head_epochs", 5, within(0, 10_000), "epochs on the last layers, before local-epochs on the others", trial=1
 )
 
 # --- The mathematics ----------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ from kindred.messages import (
 )
 from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import Method
-from kindred.settings import Setting, at_least
+from kindred.settings import Setting, within
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 CLUSTER = "cluster"  # the metric in which a client reports the number of the model that it chose
 
 NUM_CLUSTERS = Setting(
-    "num_clusters", 3, at_least(1), "number of models (c), of which each client uses the best", trial=2
+    "num_clusters", 3, within(1, 1000), "number of models (c), of which each client uses the best", trial=2
 )
 
 # --- The mathematics ----------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from kindred.lazy import lazy
 from kindred.messages import ARRAYS, METRICS, RECEIVED, TRAIN_LOSS, TRAINED, TUNED, ClientId, to_record
 from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import MODEL_BOTH_WAYS, Method
-from kindred.settings import OPTIMISER_SETTINGS, Setting, above, at_least
+from kindred.settings import OPTIMISER_SETTINGS, Setting, above, within
 
 from .fedavg import Tuned
 
@@ -56,17 +56,21 @@ else:
 SGD_LEARNING_RATE = Setting(
     "sgd_learning_rate",
     0.2,
-    above(0),
+    above(0, 1000),
     "step size of local training by plain SGD (beta), which ignores optimizer and learning-rate",
     trial=0.1,
 )
 ADAPT_LEARNING_RATE = Setting(
-    "adapt_learning_rate", 0.01, above(0), "step size by which a client adapts the global model (alpha)", trial=0.1
+    "adapt_learning_rate",
+    0.01,
+    above(0, 1000),
+    "step size by which a client adapts the global model (alpha)",
+    trial=0.1,
 )
 ADAPT_EPOCHS = Setting(
     "adapt_epochs",
     1,
-    at_least(0),
+    within(0, 10_000),
     "epochs of plain SGD, in batches, by which a client adapts the global model; 0: one step along the gradient over "
     "all its training data",
 )

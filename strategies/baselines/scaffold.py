@@ -78,11 +78,11 @@ else:
 SGD_LEARNING_RATE = Setting(
     "sgd_learning_rate",
     0.05,
-    above(0),
+    above(0, 1000),
     "step size of clients' plain SGD (eta_l), which ignores optimizer and learning-rate",
     trial=0.1,
 )
-SERVER_LEARNING_RATE = Setting("server_learning_rate", 1.0, above(0), "step size of the server (eta_g)")
+SERVER_LEARNING_RATE = Setting("server_learning_rate", 1.0, above(0, 1000), "step size of the server (eta_g)")
 
 Arrays = dict[str, np.ndarray]
 

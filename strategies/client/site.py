@@ -85,6 +85,15 @@ class Site:
             raise ValueError(f"{name} has classes of {y.dtype}, allowed: torch.int64")
         return x
 
+    def check_finite(self) -> None:
+        """Raise ValueError if an input or a target is not finite; the message names the sample, not the value."""
+        parts = {"train": self.train, "test": self.test, "validation": self.validation or ()}
+        for name, samples in parts.items():
+            for what, values in zip(("inputs", "targets"), samples, strict=False):
+                if not (finite := values.isfinite()).all():
+                    first = int((~finite).nonzero()[0, 0])
+                    raise ValueError(f"{name} has {what} that are not finite: the first is in sample {first}")
+
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the public set: its shape, and a hash of its values in their order."""
@@ -154,6 +163,7 @@ def site_of(load_site: LoadSite, context: Context, device: torch.device) -> Site
         site = load_site(context)
         if not isinstance(site, Site):  # it may hold data
             raise ValueError(f"what load_site returned is {site!r}, allowed: a Site")
+        site.check_finite()
         while len(_sites) >= SITES_KEPT:
             del _sites[next(iter(_sites))]
     if where != device:

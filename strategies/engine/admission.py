@@ -6,7 +6,7 @@ These are pure functions; the caller counts and logs the refused replies.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -37,6 +37,9 @@ MAX_EXAMPLES = 10**12
 LEAST_WEIGHT = 1e-12  # smaller ones would lose digits of a float32 model, or all of them, in a weighted sum
 LARGEST = 1e15  # largest float: its square, and sums weighted by numbers of samples, stay far below float32's maximum
 MAX_METRICS = 1000
+MAX_ROW = 16_000  # bytes of a reply's metrics in the history: their names, and NUMBER for each
+NUMBER = 8
+MAX_STEPS = 10**7  # of training in a round: what an integer buffer, such as a counter of batches, can have changed by
 MAX_NUMBERS = 10_000  # in all lists of a reply's metrics together
 # Metrics that are counts: whole numbers from 0 to MAX_EXAMPLES, if a reply has them.
 COUNTS = (NUM_EXAMPLES, NUM_TEST_EXAMPLES, SAMPLES_TRAINED, SAMPLES_PREDICTED, MODEL_BYTES)
@@ -227,10 +230,11 @@ def _check_metrics(metrics: MetricRecord) -> None:
     """Raise `Refused` for metrics that cannot become columns of a table or cannot be averaged."""
     if len(metrics) > MAX_METRICS:
         raise Refused(f"it has {len(metrics)} metrics, allowed: up to {MAX_METRICS}")
-    listed = 0
+    listed = size = 0
     for name, value in metrics.items():
         if not is_name(name):
             raise Refused(f"a metric is called {reprlib.repr(name)}, allowed: 1 to {MAX_NAME} printable characters")
+        size += len(str(name).encode()) + NUMBER
         numbers: Sequence[object] = value if isinstance(value, list) else [value]
         if isinstance(value, list):
             listed += len(value)
@@ -248,6 +252,32 @@ def _check_metrics(metrics: MetricRecord) -> None:
                 )
         if name in COUNTS and not is_count(value, least=0):
             raise Refused(f"{name} is {reprlib.repr(value)}, allowed: 0 to {MAX_EXAMPLES}")
+    if size > MAX_ROW:
+        raise Refused(f"its {len(metrics)} metrics take {size} bytes with their names, allowed: up to {MAX_ROW}")
+
+
+def integer_ranges(record: ArrayRecord) -> dict[str, tuple[int, int]]:
+    """Return the least and the greatest number in each integer buffer, by its name without the prefix of a model."""
+    ranges: dict[str, tuple[int, int]] = {}
+    for name, packed in record.items():
+        if np.dtype(packed.dtype).kind in "iu" and (array := read_array(packed)).size:
+            numbers = [*ranges.get(_without_prefix(name), ()), int(array.min()), int(array.max())]
+            ranges[_without_prefix(name)] = min(numbers), max(numbers)
+    return ranges
+
+
+def check_integers(arrays: Mapping[str, np.ndarray], sent: Mapping[str, tuple[int, int]]) -> None:
+    """Raise `Refused` if integer buffers are farther than a round can move them from those sent, `integer_ranges`."""
+    for name, array in arrays.items():
+        if array.dtype.kind in "iu" and array.size and (known := sent.get(_without_prefix(name))):
+            low, high = known[0] - MAX_STEPS, known[1] + MAX_STEPS
+            for number in (int(array.min()), int(array.max())):
+                if not low <= number <= high:
+                    raise Refused(f"array {name!r} holds {number}, allowed after a round: {low} to {high}")
+
+
+def _without_prefix(name: str) -> str:
+    return name.rpartition("/")[2]
 
 
 def are_numbers(value: object, count: int, least: float, most: float) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -19,7 +19,7 @@ NEVER_NEGATIVE = ("running_var", "num_batches_tracked")
 class Layout:
     """The place of each array of a model in a flat vector of floats: parameters first, then floating buffers.
 
-    Integer buffers (counters) are not part of the vector, because they are never averaged.
+    Integer buffers (counters, indices) are not part of the vector: they are never averaged, see `integer_medians`.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class Layout:
         self.shapes = {name: array.shape for name, array in arrays.items()}
         self.dtypes = {name: array.dtype for name, array in arrays.items()}
         floats = [name for name, array in arrays.items() if np.issubdtype(array.dtype, np.floating)]
-        self.integers = [name for name in arrays if name not in floats]
+        self.integers = {name: array.copy() for name, array in arrays.items() if name not in floats}
         self.slices: dict[str, slice] = {}
         self.parameters = parameters = [name for name in floats if name not in buffers]
         end = 0
@@ -97,6 +97,17 @@ class Layout:
     def integer_arrays(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return copies of the integer buffers (a view would keep the whole message alive)."""
         return {name: arrays[name].copy() for name in self.integers}
+
+    def integer_medians(
+        self, replies: Sequence[Mapping[str, np.ndarray]], own: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Return the median of each integer buffer, of each element, over clients' models.
+
+        Of an even number of models, the server's own is one more: the median is always a number that one of them has,
+        and no single client decides it. Of fewer than two, it is the server's own.
+        """
+        models = [own] if len(replies) < 2 else [*replies] if len(replies) % 2 else [own, *replies]
+        return {name: np.sort([model[name] for model in models], axis=0)[len(models) // 2] for name in self.integers}
 
     def record(self, row: np.ndarray, integers: Mapping[str, np.ndarray]) -> ArrayRecord:
         """Return the model whose floats are `row`, shape (size,), with the original order and types of its arrays."""

@@ -59,6 +59,7 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
         self._sums = self._rows  # reused in each round: allocating it costs as much as the matrix product
         self._index: dict[ClientId, int] = {}
         self._integers: dict[ClientId, dict[str, np.ndarray]] = {}
+        self._medians: dict[str, np.ndarray] | None = None
 
     def __getitem__(self, client: ClientId) -> ArrayRecord:
         return self.layout.record(self.row(client), self._integers[client])
@@ -90,6 +91,7 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
             self._index[client] = len(self._index)
         self.layout.flatten(arrays, self.row(client))
         self._integers[client] = self.layout.integer_arrays(arrays)
+        self._medians = None
 
     def row(self, client: ClientId) -> np.ndarray:
         """Return the floats of a client's model, shape (d,): a view that may be changed in place."""
@@ -154,6 +156,16 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
         """Return a combined model for a client: floats from `row`, integer buffers from the client's own model."""
         return self.layout.record(row, self._integers[client])
 
+    def shared_integers(self) -> dict[str, np.ndarray]:
+        """Return the integer buffers of models that others receive: the medians over all clients."""
+        if self._medians is None:
+            self._medians = self.layout.integer_medians([*self._integers.values()], self.layout.integers)
+        return self._medians
+
+    def shared_record(self, row: np.ndarray) -> ArrayRecord:
+        """Return a combined model for all clients: floats from `row`, and `shared_integers`."""
+        return self.layout.record(row, self.shared_integers())
+
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs: clients in the order of their rows, a view of these, and integer buffers."""
         release_pages(self._rows)
@@ -181,6 +193,7 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
             client: {name: np.array(array[i]) for name, array in state["integers"].items()}
             for client, i in self._index.items()
         }
+        self._medians = None
 
 
 def release_pages(array: np.ndarray) -> None:

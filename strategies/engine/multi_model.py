@@ -23,7 +23,8 @@ class SeveralModels(PersonalizedStrategy):
     """Base of the methods in which the server has several models and sends all of them to every client.
 
     Each new model is the mean of the models that clients trained from it, weighted by their samples, as in FedAvg. A
-    model that no client trained stays unchanged. With one model this is FedAvg.
+    model that no client trained stays unchanged. Integer buffers are the median of all clients' in the round. With one
+    model this is FedAvg.
 
     Parameters
     ----------
@@ -73,8 +74,7 @@ class SeveralModels(PersonalizedStrategy):
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self._means = [self.aggregate_of(self.layout) for _ in self.models]
         self._terms: InTurn[tuple[float, dict[int, np.ndarray]]] = InTurn(clients, self._add)
-        self._integers: dict[ClientId, dict[int, Arrays]] = {}
-        self._first: dict[int, Arrays] = {}  # model -> integer buffers of the first client that trained it
+        self._integers: list[Arrays] = []  # of each client's first model
         self._sent = self._examples
         record = self._all_models()
         return ((client, record) for client in clients)
@@ -91,21 +91,21 @@ class SeveralModels(PersonalizedStrategy):
         for i, arrays in models.items():
             rows[i] = np.empty(self.layout.size, self.layout.dtype)  # (d,)
             self.layout.flatten(arrays, rows[i])
-        self._integers[client] = {i: self.layout.integer_arrays(arrays) for i, arrays in models.items()}
+        self._integers.append(self.layout.integer_arrays(next(iter(models.values()))))
         self._terms.add(client, (weight, rows))
 
     def _add(self, client: ClientId, term: tuple[float, dict[int, np.ndarray]]) -> None:
         weight, rows = term
         for i, row in rows.items():
             self._means[i].add(client, weight, row)
-        self._first = self._integers.pop(client) | self._first
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         self._terms.finish()
         models, examples = list(self.models), list(self._examples)
         for i, mean in enumerate(self._means):
             if (row := mean.result()) is not None:
-                models[i] = self.layout.record(row, self._first[i])
+                integers = self.layout.integer_medians(self._integers, read_record(models[i]))
+                models[i] = self.layout.record(row, integers)
                 examples[i] = mean.weights
         self.models, self._examples = models, examples
 

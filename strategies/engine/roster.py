@@ -22,6 +22,8 @@ from kindred.messages import (
     ClientId,
     first_line,
     in_order,
+    scripts_of,
+    spelling,
 )
 
 from .admission import raise_own
@@ -92,6 +94,7 @@ class Roster:
         self._registered: dict[int, str] = {}  # node -> name under which its key is registered
         self._reserved_names: set[str] = set()  # names of registered keys, connected or not
         self._lasting: dict[int, str] = {}  # node that is excluded `UntilRestart` -> when it connected
+        self._known: dict[str, ClientId] = {}  # spelling -> id, of the clients that have taken part
         self._refused: dict[int, str] = {}  # node -> why it cannot have the client id that it reports
         self._round = 0  # in progress
         self.strikes = Strikes(self.max_strikes)
@@ -101,9 +104,10 @@ class Roster:
         return {**self.strikes.state(), "kept-names": self._reserved_names}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state` returned."""
+        """Resume from what `state` returned, after the history."""
         self.strikes.restore(state)
         self._reserved_names = state["kept-names"]
+        self._known = {spelling(row["client"]): row["client"] for row in self._history.rows}
 
     def clients(self) -> list[ClientId]:
         """Return the clients that are connected and can take part, in order, including those excluded for strikes."""
@@ -291,22 +295,30 @@ class Roster:
         """Assign each client id to one of the nodes that report it.
 
         A node whose key is registered at the server may only have the registered name, which it also has if it reports
-        none or its own number, and only that node may have this name. Any other id stays with the node that had it
-        first, as long as that node is connected.
+        none or its own number, and only that node may have this name. A node without a name has its number. Any other
+        id stays with the node that had it first, as long as that node is connected. Ids with the same `spelling` are
+        the same; a client keeps the one under which it first took part.
         """
-        for node, client in self.introductions.clients.items():
+        clients = self.introductions.clients
+        for node, client in clients.items():
+            registered = self._registered.get(node)
             if client == node:
-                self.introductions.clients[node] = self._registered.get(node) or node
-        first = {
-            client: node for client, node in self._introduced.items() if self.introductions.clients.get(node) == client
-        }
+                clients[node] = registered or node
+            elif registered and spelling(registered) == spelling(client):
+                clients[node] = client if registered == str(client) else registered
+            else:
+                clients[node] = self._known.get(spelling(client), client)
+        owners = {spelling(client): node for client, node in self._introduced.items() if clients.get(node) == client}
+        owners |= {str(node): node for node, client in clients.items() if client == node}
+        reserved = {spelling(name) for name in self._reserved_names}
         self.nodes = {}
-        for node, client in sorted(self.introductions.clients.items()):
-            reason = self._name_conflict(node, client)
-            if reason is None and first.setdefault(client, node) != node:
-                reason = f"its client id is {client}, which node {first[client]} already has"
+        for node, client in sorted(clients.items()):
+            reason = self._name_conflict(node, client, reserved)
+            if reason is None and (owner := owners.setdefault(spelling(client), node)) != node:
+                reason = f"its client id is {client}, which node {owner} already has"
             if reason is None:
                 self.nodes[client] = node
+                self._known[spelling(client)] = client
                 self._refused.pop(node, None)
             else:
                 if self._refused.get(node) != reason:
@@ -314,15 +326,20 @@ class Roster:
                 self._refused[node] = reason
                 self.inform(grid, node, reason)
 
-    def _name_conflict(self, node: int, client: ClientId) -> str | None:
-        """Say why a node cannot have the client id that it reports; None if it can, or reports none."""
+    def _name_conflict(self, node: int, client: ClientId, reserved: Set[str]) -> str | None:
+        """Say why a node cannot have the client id that it reports; None if it can, or reports none.
+
+        `reserved` are the spellings of registered names.
+        """
         if client == node:
             return None
         registered = self._registered.get(node)
         if registered and registered != str(client):
             return f"its client id is {client}, but its key is registered as {registered}"
-        if not registered and str(client) in self._reserved_names:
+        if not registered and spelling(client) in reserved:
             return f"its client id is {client}, a name reserved for the key registered under it"
+        if len(mixed := scripts_of(client)) > 1:
+            return f"its client id {client} has letters of {' and '.join(mixed)} script, allowed: of one of them"
         return None
 
     def _introduce_newcomers(self, grid: Grid, introduce: Introduce) -> None:

@@ -39,7 +39,7 @@ from kindred.messages import (
 from kindred.parts.aggregation import MEAN, Aggregate, aggregate
 from kindred.settings import AUTO, LOCAL_EPOCHS, MAX_LOCAL_EPOCHS, SAMPLING, UNIFORM
 
-from .admission import Refused, Reply, admit, admit_evaluation, raise_own
+from .admission import Refused, Reply, admit, admit_evaluation, check_integers, integer_ranges, raise_own
 from .checkpoint import Checkpoints
 from .empty_rounds import EmptyRounds
 from .evaluation import EvaluationPlan
@@ -83,6 +83,10 @@ class Rounds(Hooks, Strategy):
     """Last round of the run in progress."""
     run_id: int
     """Id of the run when it began: Flower gives a resumed run another one."""
+    _initial_ranges: dict[str, tuple[int, int]]
+    """Ranges of the initial model's integer buffers."""
+    _sent_ranges: dict[ClientId, dict[str, tuple[int, int]]]
+    """The same of what each client was last sent to train."""
     _exchange: Exchange
     _evaluations: EvaluationPlan
     _empty_rounds: EmptyRounds
@@ -150,6 +154,7 @@ class Rounds(Hooks, Strategy):
         self.means = []
         clients = self.sample(server_round, self.fraction_train, self.min_train_nodes)
         for client, record in self.outgoing(server_round, clients):
+            self._sent_ranges[client] = integer_ranges(record)
             yield self._message(client, record, config, server_round, MessageType.TRAIN)
 
     def aggregate_train(
@@ -194,6 +199,7 @@ class Rounds(Hooks, Strategy):
         if introduced is not None and isinstance(claimed, int | float) and claimed != introduced:
             reply = replace(reply, metrics=MetricRecord({**reply.metrics, NUM_EXAMPLES: introduced}))
             self.roster.ask_again(client, claimed)
+        check_integers(reply.arrays, {**self._initial_ranges, **self._sent_ranges[client]})
         self.inspect(client, reply)
         return reply, self.update_norm(client, reply.arrays)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from flwr.app import ArrayRecord
 
-from kindred.messages import ClientId, by_prefix, in_order, with_prefix
+from kindred.messages import ClientId, by_prefix, in_order, to_record, with_prefix
 
 from .admission import norm
 from .in_turn import InTurn
@@ -45,16 +45,18 @@ class SentModels:
         """Return the arrays of a message to a client.
 
         The prefix of a name is the model's place among the owners: 0 is the client's own model, which is missing as
-        long as the client has none. With `keep` packed models are kept for other clients, until `forget_packed`.
+        long as the client has none. Neighbours' models have `shared_integers`, not their owners' integer buffers. With
+        `keep` packed models are kept for other clients, until `forget_packed`.
         """
         self.owners[client] = [client, *neighbours]
+        shared = to_record(self.models.shared_integers()) if neighbours else {}
         record = ArrayRecord()
         for place, owner in enumerate(self.owners[client]):
             if owner in self.models:
                 packed = self._packed.get(owner) or self.models[owner]
                 if keep:
                     self._packed[owner] = packed
-                record.update(with_prefix(place, packed))
+                record.update(with_prefix(place, {**packed, **shared} if place else packed))
                 self.count += 1
         return record
 

@@ -78,7 +78,7 @@ class StoredModels(PersonalizedStrategy):
         if not clients:
             return self.initial
         mean = next(self.models.combinations(np.full((1, len(clients)), 1 / len(clients)), clients))
-        return self.models.combined_record(mean, clients[0])
+        return self.models.shared_record(mean)
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
         if not self.models:  # before the first round; storing a model for every client would take memory

@@ -42,7 +42,7 @@ from kindred.settings import (
     meant_by,
 )
 
-from .admission import check_initial
+from .admission import check_initial, integer_ranges
 from .checkpoint import Checkpoints, NotResumable
 from .empty_rounds import EmptyRounds
 from .evaluation import EvaluationPlan
@@ -484,6 +484,7 @@ class PersonalizedStrategy(Rounds):
             simulated=in_simulation,
         )
         check_initial(initial_arrays)
+        self._initial_ranges, self._sent_ranges = integer_ranges(initial_arrays), {}
         arrays = {f"array {name!r}": f"{array.dtype} {array.shape}" for name, array in initial_arrays.items()}
         self._identity = {"method": self.name, "number of arrays": len(arrays), **arrays}  # of its checkpoints
         self.begin(initial_arrays)
