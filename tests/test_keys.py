@@ -424,7 +424,9 @@ def run_server(monkeypatch, days: float, *arguments: object) -> tuple[dict[str, 
 
     def start(command, settings, directory, mark, hook):
         started.append(process_environment(settings, mark))
-        return SimpleNamespace(poll=lambda: 0 if now[0] > 1000 + days * server_command.DAY else None, returncode=0)
+        return SimpleNamespace(
+            poll=lambda: 0 if now[0] > 1000 + days * server_command.DAY else None, returncode=0, pid=os.getpid()
+        )
 
     def sleep(_):
         now[0] += server_command.DAY / 4

@@ -16,10 +16,10 @@ from .display import displayed
 
 if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred.server_app import config
-    from kindred.server_app.report import watch as watching, write
+    from kindred.server_app.report import reading, watch as watching, write
 else:
     config, write = lazy("kindred.server_app.config"), lazy("kindred.server_app.report.write")
-    watching = lazy("kindred.server_app.report.watch")
+    watching, reading = lazy("kindred.server_app.report.watch"), lazy("kindred.server_app.report.reading")
 
 LOOK_SECONDS = 0.5  # s between two checks whether the run is finished
 
@@ -30,7 +30,7 @@ Folder = typer.Argument(metavar="DIR", show_default=False)
 def report(folder: Annotated[Path, Folder]) -> None:
     """Write report.html into the folder of a run, or of a comparison."""
     try:
-        with displayed("writing the report", sys.stderr):
+        with displayed("writing the report", sys.stderr), reading.naming_damage(folder):
             path = write.write_report(_existing(folder))
     except (config.ConfigError, OSError) as error:
         end(2, str(error))

@@ -14,7 +14,7 @@ from kindred.files import write_bytes
 
 from .comparison_content import comparison_content
 from .content import run_content
-from .reading import COMPARISON, REPORT, naming_damage
+from .reading import COMPARISON, REPORT
 from .render import page
 
 
@@ -33,8 +33,7 @@ def write_report(folder: Path, summary: Mapping[str, Any] | None = None) -> Path
         The folder holds neither a run nor a comparison, or a file cannot be read.
     """
     is_comparison = (folder / COMPARISON).exists()
-    with naming_damage(folder):
-        content = comparison_content(folder) if is_comparison else run_content(folder, summary)
+    content = comparison_content(folder) if is_comparison else run_content(folder, summary)
     path = folder / REPORT
     write_bytes(path, page(content).encode())
     return path
