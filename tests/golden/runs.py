@@ -57,7 +57,7 @@ THREE_SITES = [
     str(FOLDER.parent.parent / "examples" / "three-sites" / "run"),
     *("federico", "num-rounds=2", "local-epochs=1", 'optimizer="sgd"'),
 ]
-SITE_FILES = "*/state/run-*/client-*/*.safetensors"
+SITE_FILES = "*/state/run-*/client-*/[!.]*.safetensors"  # without the models before the last, which are hidden
 IN_FLOWER = ["heurfedamp rotated half", "federico dirichlet half"]  # runs also resumed in Flower's engine
 
 PARTITIONS: dict[str, dict[str, Any]] = {
@@ -246,6 +246,7 @@ def flwr_run(folder: Path) -> Path:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",  # otherwise Ray sets it, to 2
         "UV_OFFLINE": "1",
         "UV_CACHE_DIR": str(folder / "uv"),
         "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(free_port()),
