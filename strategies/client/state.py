@@ -243,12 +243,13 @@ class ClientState:
         elif self._attempt >= record.attempt:
             found = known | {name: value if known.get(name, value) == value else "" for name, value in settings.items()}
             kinds = record.settings | {kind: found}
-            self._write(_Record(self._method or "", kinds, self._attempt, sender))
+            self._write(_Record(self._method or "", kinds, self._attempt, sender), record)
 
     def finish(self) -> None:
         """Record that the run is finished. Only rounds that a resumed server may repeat are still answered."""
         if not self._is_over:
-            self._write(self._record()._replace(finished=(self._keep_from, self._round)))
+            record = self._record()
+            self._write(record._replace(finished=(self._keep_from, self._round)), record)
 
     def _refusal(self, why: str) -> ValueError:
         return ValueError(Reportable(f"this site does not continue run {self._run}: {why}"))
@@ -263,8 +264,8 @@ class ClientState:
                 return _Record(str(method), kinds, int(attempt), int(sender), rounds)
         return _Record()
 
-    def _write(self, record: _Record) -> None:
-        if record != self._record():
+    def _write(self, record: _Record, before: _Record) -> None:
+        if record != before:
             write_bytes(self.folder / RECORD, json.dumps(record).encode())
 
     def about(self, name: str) -> dict[str, str]:
